@@ -1,0 +1,386 @@
+"""Configuration: files, command-line overrides and the check that comes before any device is touched.
+
+Invariants:
+* Nothing here imports JAX: a bad configuration ends the program before a device exists.
+* Every refusal is a ``ConfigError`` whose text names the rule, the value and the remedy (or the nearest key).
+* A configuration that passed ``validate`` has every key of ``config_fields.FIELDS`` and no other.
+"""
+
+from __future__ import annotations
+
+import ast
+import difflib
+import importlib.util
+import json
+import math
+import os
+import pathlib
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+from ml_collections import ConfigDict
+
+from areal_jax.config_fields import FIELDS, Field
+
+MESH_AXES = ("data", "fsdp", "tensor")
+
+
+class ConfigError(ValueError):
+    """A configuration that must not run; the text is meant for the user."""
+
+
+def fields(tree: dict[str, Any] = FIELDS, prefix: str = "") -> Iterator[tuple[str, Field]]:
+    """All keys as ('section.key', Field), in order."""
+    for name, value in tree.items():
+        if isinstance(value, Field):
+            yield prefix + name, value
+        else:
+            yield from fields(value, f"{prefix}{name}.")
+
+
+def base_config() -> ConfigDict:
+    """The defaults, for ``configs/*.py`` to change. Keys are fixed; an unknown one raises."""
+
+    def build(tree: dict[str, Any]) -> dict[str, Any]:
+        return {k: v.default if isinstance(v, Field) else build(v) for k, v in tree.items()}
+
+    config = ConfigDict(build(FIELDS), type_safe=False)
+    config.lock()
+    return config
+
+
+def unknown_key(key: str) -> ConfigError:
+    """The error for a key that does not exist, with the nearest ones that do."""
+    known = [name for name, _ in fields()]
+    sections = {name.rsplit(".", 1)[0] for name in known if "." in name}
+    if key in sections:
+        return ConfigError(f"'{key}' is a section, not a key: set one of {', '.join(k for k in known if k.startswith(key + '.'))}")
+    leaf = key.rsplit(".", 1)[-1]
+    near = difflib.get_close_matches(key, known, n=2, cutoff=0.6)
+    moved = [name for name in known if name.rsplit(".", 1)[-1] == leaf]
+    leaves = {name.rsplit(".", 1)[-1]: name for name in known}
+    near_leaf = [leaves[m] for m in difflib.get_close_matches(leaf, leaves, n=1, cutoff=0.7)]
+    best = list(dict.fromkeys(moved + near + near_leaf))[:3]
+    hint = f"did you mean {' or '.join(repr(b) for b in best)}?" if best else f"sections are {', '.join(FIELDS)}"
+    return ConfigError(f"unknown configuration key '{key}'; {hint}")
+
+
+def parse_value(key: str, field: Field, text: str) -> Any:
+    """The value of an override, in the key's type."""
+    if field.optional and text.lower() in ("none", "null", ""):
+        return None
+    if field.type is str:
+        return text
+    if field.type is bool:
+        if text.lower() in ("true", "1", "yes", "on"):
+            return True
+        if text.lower() in ("false", "0", "no", "off"):
+            return False
+        raise ConfigError(f"'{key}' must be true or false; got '{text}'")
+    try:
+        value = ast.literal_eval(text)
+    except (ValueError, SyntaxError) as error:
+        raise ConfigError(f"'{key}' must be of type {field.type.__name__}{' or None' if field.optional else ''}; got '{text}'") from error
+    if field.type is tuple and isinstance(value, int):
+        return (value,)
+    return value
+
+
+def _check_field(key: str, field: Field, value: Any) -> Any:
+    if value is None:
+        if field.optional:
+            return None
+        raise ConfigError(f"'{key}' must be of type {field.type.__name__}; got None")
+    if field.type is float and isinstance(value, int) and not isinstance(value, bool):
+        value = float(value)
+    if field.type is tuple and isinstance(value, list):
+        value = tuple(value)
+    if not isinstance(value, field.type) or (field.type is int and isinstance(value, bool)):
+        raise ConfigError(f"'{key}' must be of type {field.type.__name__}{' or None' if field.optional else ''}; got {value!r} ({type(value).__name__})")
+    if field.choices and value not in field.choices:
+        near = difflib.get_close_matches(str(value), field.choices, n=1)
+        raise ConfigError(f"'{key}' must be one of {', '.join(field.choices)}; got '{value}'" + (f"; did you mean '{near[0]}'?" if near else ""))
+    if isinstance(value, float) and not math.isfinite(value):
+        raise ConfigError(f"'{key}' must be finite; got {value}")
+    for bad, rule in (
+        (field.minimum is not None and value < field.minimum, f"at least {field.minimum}"),
+        (field.maximum is not None and value > field.maximum, f"at most {field.maximum}"),
+        (field.above is not None and value <= field.above, f"greater than {field.above}"),
+    ):
+        if bad:
+            raise ConfigError(f"'{key}' must be {rule}; got {value} ({field.doc})")
+    return value
+
+
+def get(config: ConfigDict, key: str) -> Any:
+    """The value at 'section.key'."""
+    for part in key.split("."):
+        config = config[part]
+    return config
+
+
+def put(config: ConfigDict, key: str, value: Any) -> None:
+    """Sets the value at 'section.key'."""
+    *sections, leaf = key.split(".")
+    for part in sections:
+        config = config[part]
+    with config.unlocked(), config.ignore_type():
+        config[leaf] = value
+
+
+def parse_mesh(key: str, text: str) -> dict[str, int]:
+    """'fsdp=2,tensor=2' → sizes by axis; axes that are not named are absent."""
+    sizes: dict[str, int] = {}
+    for part in filter(None, (p.strip() for p in text.split(","))):
+        axis, _, size = part.partition("=")
+        if axis not in MESH_AXES:
+            near = difflib.get_close_matches(axis, MESH_AXES, n=1) or MESH_AXES
+            raise ConfigError(f"'{key}': unknown mesh axis '{axis}'; did you mean '{near[0]}'? Axes are {', '.join(MESH_AXES)}, as in fsdp=2,tensor=2")
+        if not size.isdigit() or int(size) < 1:
+            raise ConfigError(f"'{key}': the size of axis '{axis}' must be a whole number from 1; got '{size}'")
+        sizes[axis] = int(size)
+    return sizes
+
+
+def _rules(c: ConfigDict) -> Iterator[tuple[bool, str]]:
+    """(broken, message) of every rule that joins several keys."""
+    r, t, m, a = c.rollout, c.trainer, c.model, c.algorithm
+    yield m.heads % m.kv_heads != 0, f"'model.heads' must be a multiple of 'model.kv_heads'; got {m.heads} and {m.kv_heads}"
+    yield m.head_dim % 2 != 0, f"'model.head_dim' must be even (rotary pairs); got {m.head_dim}"
+    yield (
+        t.groups_per_step % t.minibatches != 0,
+        f"'trainer.groups_per_step' must be a multiple of 'trainer.minibatches' (groups stay whole); got {t.groups_per_step} and {t.minibatches}",
+    )
+    yield (
+        a.advantage != "batch" and r.group_size < 2,
+        f"'algorithm.advantage={a.advantage}' compares the samples of a group, so 'rollout.group_size' must be at least 2; got {r.group_size}; "
+        "or set 'algorithm.advantage=batch'",
+    )
+    buckets = r.length_buckets
+    yield (
+        not buckets or any(not isinstance(b, int) or isinstance(b, bool) or b < 1 for b in buckets) or list(buckets) != sorted(set(buckets)),
+        f"'rollout.length_buckets' must be rising whole numbers from 1; got {tuple(buckets)}",
+    )
+    longest = c.task.max_prompt_tokens + r.max_new_tokens
+    yield (
+        bool(c.task.max_prompt_tokens) and t.micro_batch_tokens < longest,
+        f"'trainer.micro_batch_tokens' must hold the longest sequence, 'task.max_prompt_tokens' + 'rollout.max_new_tokens' = {longest}; got {t.micro_batch_tokens}",
+    )
+    yield (
+        t.micro_batch_tokens <= r.max_new_tokens,
+        f"'trainer.micro_batch_tokens' must exceed 'rollout.max_new_tokens' = {r.max_new_tokens} by the prompt's length; got {t.micro_batch_tokens}",
+    )
+    yield (
+        r.max_concurrent_groups is not None and r.max_staleness == 0 and r.max_concurrent_groups < t.groups_per_step,
+        f"'rollout.max_concurrent_groups' must be at least 'trainer.groups_per_step' = {t.groups_per_step} when 'rollout.max_staleness' is 0; "
+        f"got {r.max_concurrent_groups}",
+    )
+    yield (
+        a.loss == "ppo" and a.importance_weight_cap is not None,
+        f"'algorithm.importance_weight_cap' caps π_prox/π_behav, which 'algorithm.loss=ppo' does not have; got {a.importance_weight_cap}; "
+        "set it to None or use 'algorithm.loss=decoupled_ppo'",
+    )
+    yield (
+        r.max_staleness is None and r.on_overdue != "wait",
+        f"'rollout.on_overdue={r.on_overdue}' needs a bound, but 'rollout.max_staleness' is None; set a bound or 'rollout.on_overdue=wait'",
+    )
+    yield "{question}" not in c.task.prompt_template, f"'task.prompt_template' must hold {{question}}; got '{c.task.prompt_template}'"
+    yield c.task.name == "jsonl" and not c.task.path, "'task.name=jsonl' needs 'task.path', a JSONL file of question and answer rows; got an empty path"
+    for key in ("task.path", "task.eval_path"):
+        path = get(c, key)
+        yield bool(path) and not os.path.isfile(path), f"'{key}' must be a readable file; '{path}' is not there"
+    yield bool(c.sft.path) and not os.path.isdir(c.sft.path), f"'sft.path' must be the warmup directory of another run; '{c.sft.path}' is not there"
+    yield bool(m.path) and not os.path.isdir(m.path), f"'model.path' must be a directory with config.json, *.safetensors and tokenizer.json; '{m.path}' is not there"
+
+
+def check_devices(config: ConfigDict, available: int) -> tuple[int, int, bool]:
+    """(sampler devices, trainer devices, whether both share one device) for a number of devices.
+
+    Raises:
+      ConfigError: more are asked for than there are, or a mesh does not fit.
+    """
+    c = config.cluster
+    sampler, trainer = c.sampler_devices, c.trainer_devices
+    shared = available == 1 and sampler <= 1 and trainer <= 1
+    if shared:
+        sampler = trainer = 1
+    elif not sampler and not trainer:
+        sampler = max(1, available // 2)
+        trainer = available - sampler
+    else:
+        sampler = sampler or max(0, available - trainer)
+        trainer = trainer or max(0, available - sampler)
+        if sampler + trainer > available or not sampler or not trainer:
+            raise ConfigError(
+                f"'cluster.sampler_devices' + 'cluster.trainer_devices' must be at most the {available} devices there are, each at least 1; "
+                f"got {c.sampler_devices or sampler} + {c.trainer_devices or trainer}; on a CPU raise 'cluster.host_devices'"
+            )
+    for role, count in (("trainer", trainer), ("sampler", sampler)):
+        sizes = parse_mesh(f"cluster.mesh.{role}", c.mesh[role])
+        product = math.prod(sizes.values())
+        if count % product or ("data" in sizes and product != count):
+            raise ConfigError(
+                f"'cluster.mesh.{role}' must multiply to a divisor of its {count} devices (exactly {count} when data is given); got '{c.mesh[role]}' = {product}"
+            )
+        tensor = sizes.get("tensor", 1)
+        if not config.model.path and (config.model.kv_heads % tensor or config.model.heads % tensor):
+            raise ConfigError(
+                f"'cluster.mesh.{role}': the tensor axis must divide 'model.kv_heads' = {config.model.kv_heads} and 'model.heads' = {config.model.heads}; got {tensor}"
+            )
+        if role == "trainer":
+            shards = count // tensor
+            if config.trainer.micro_batch_rows % shards:
+                raise ConfigError(
+                    f"'trainer.micro_batch_rows' must be a multiple of the trainer's {shards} data-parallel shards; got {config.trainer.micro_batch_rows}"
+                )
+        elif config.rollout.slots % (count // tensor):
+            raise ConfigError(f"'rollout.slots' must be a multiple of the sampler's {count // tensor} data-parallel shards; got {config.rollout.slots}")
+    return sampler, trainer, shared
+
+
+def validate(config: ConfigDict) -> ConfigDict:
+    """Checks every key and every rule; returns the configuration with its types settled.
+
+    Raises:
+      ConfigError: with the rule, the value and the remedy.
+    """
+    known = dict(fields())
+
+    def walk(tree: ConfigDict, prefix: str) -> Iterator[str]:
+        for name in tree:
+            if isinstance(tree[name], ConfigDict):
+                yield from walk(tree[name], f"{prefix}{name}.")
+            else:
+                yield prefix + name
+
+    for key in walk(config, ""):
+        if key not in known:
+            raise unknown_key(key)
+    for key, field in known.items():
+        put(config, key, _check_field(key, field, get(config, key)))
+    if config.task.path and config.task.name != "jsonl":
+        put(config, "task.name", "jsonl")
+    for broken, message in _rules(config):
+        if broken:
+            raise ConfigError(message)
+    return config
+
+
+def load(argv: Sequence[str], flags: Sequence[str] = ()) -> tuple[ConfigDict, pathlib.Path, dict[str, str]]:
+    """Reads ``--config=file.py[:variant] --config.section.key=value --workdir=DIR`` and checks it.
+
+    Args:
+      argv: the arguments after the program's name.
+      flags: names of further ``--name=value`` flags of the program.
+
+    Returns:
+      The checked configuration, the run's directory and the further flags.
+
+    Raises:
+      ConfigError: on anything that is not understood or must not run.
+    """
+    file, workdir, overrides, further = "", "", [], {}
+    rest = list(argv)
+    while rest:
+        argument = rest.pop(0)
+        name, equals, value = argument.partition("=")
+        if not name.startswith("--"):
+            raise ConfigError(f"arguments are --name=value; got '{argument}'")
+        name = name[2:]
+        if not equals:
+            if not rest or rest[0].startswith("--"):
+                raise ConfigError(f"'--{name}' needs a value, as in --{name}=VALUE")
+            value = rest.pop(0)
+        if name == "config":
+            file = value
+        elif name == "workdir":
+            workdir = value
+        elif name.startswith("config."):
+            overrides.append((name[len("config.") :], value))
+        elif name in flags:
+            further[name] = value
+        else:
+            near = difflib.get_close_matches(name, ["config", "workdir", *flags], n=1)
+            raise ConfigError(f"unknown flag '--{name}'" + (f"; did you mean '--{near[0]}'?" if near else "; flags are --config, --workdir, --config.section.key"))
+    if not file:
+        raise ConfigError("'--config' is missing; as in --config=configs/math.py")
+    config = read_file(file)
+    known = dict(fields())
+    for key, text in overrides:
+        if key not in known:
+            raise unknown_key(key)
+        put(config, key, parse_value(key, known[key], text))
+    path, _, variant = file.partition(":")
+    name = pathlib.Path(path).stem + (f"-{variant}" if variant else "")
+    return validate(config), pathlib.Path(workdir or f"runs/{name}-{time.strftime('%Y%m%d-%H%M%S')}"), further
+
+
+def read_file(file: str) -> ConfigDict:
+    """The configuration of 'path.py' or 'path.py:variant'."""
+    path, _, variant = file.partition(":")
+    if not os.path.isfile(path):
+        raise ConfigError(f"'--config' must be a Python file with get_config(); '{path}' is not there")
+    spec = importlib.util.spec_from_file_location("areal_jax_run_config", path)
+    if spec is None or spec.loader is None:
+        raise ConfigError(f"'--config' must be a Python file; '{path}' is not")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    if not hasattr(module, "get_config"):
+        raise ConfigError(f"'{path}' must define get_config(variant='')")
+    try:
+        return module.get_config(variant) if variant else module.get_config()
+    except (AttributeError, KeyError) as error:
+        raise ConfigError(f"'{path}' sets a key that does not exist: {error}") from error
+
+
+def open_workdir(workdir: pathlib.Path, config: ConfigDict) -> None:
+    """Makes the run's directory, proves that it can be written and saves the resolved configuration.
+
+    Raises:
+      ConfigError: the directory cannot be made or written, or holds a run of another configuration.
+    """
+    text = json.dumps(config.to_dict(), indent=2, sort_keys=True, default=list) + "\n"
+    saved = workdir / "config.json"
+    try:
+        workdir.mkdir(parents=True, exist_ok=True)
+        if saved.exists():
+            _same_run(json.loads(saved.read_text()), json.loads(text), workdir)
+        temporary = workdir / "config.json.tmp"
+        with open(temporary, "w") as stream:
+            stream.write(text)
+            stream.flush()
+            os.fsync(stream.fileno())
+        os.replace(temporary, saved)
+    except (OSError, json.JSONDecodeError) as error:
+        raise ConfigError(f"the work directory must be writable; '{workdir}': {error}; choose another by --workdir=DIR") from error
+
+
+MAY_CHANGE = ("telemetry.", "checkpoint.", "trainer.steps", "rollout.wait_timeout_s", "eval.", "cluster.", "reward.")
+"""Keys that a resumed run may set anew."""
+
+
+def _same_run(old: dict[str, Any], new: dict[str, Any], workdir: pathlib.Path) -> None:
+    def flat(tree: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+        for name, value in tree.items():
+            yield from flat(value, f"{prefix}{name}.") if isinstance(value, dict) else [(prefix + name, value)]
+
+    before, after = dict(flat(old)), dict(flat(new))
+    changed = [k for k in sorted(before.keys() | after.keys()) if before.get(k) != after.get(k) and not k.startswith(MAY_CHANGE)]
+    if changed:
+        k = changed[0]
+        raise ConfigError(
+            f"'{workdir}' holds a run with '{k}' = {before.get(k)!r}, not {after.get(k)!r}; a resumed run keeps its configuration: "
+            "take the same values or another --workdir"
+        )
+
+
+def run_main(main: Any, argv: Sequence[str] | None = None) -> None:
+    """Runs ``main(argv)``; a ConfigError becomes one message and exit code 2."""
+    try:
+        code = main(list(sys.argv[1:] if argv is None else argv))
+    except ConfigError as error:
+        print(f"error: {error}", file=sys.stderr)
+        code = 2
+    sys.exit(code)

@@ -1,0 +1,158 @@
+"""Every configuration key, once: its default, its type, its rule and what it means.
+
+Invariant: a key that is not here does not exist; ``configs/*.py`` change defaults, the command line overrides them.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+
+@dataclasses.dataclass(frozen=True)
+class Field:
+    """One key. ``kind`` is the type of the default unless the default is None; bounds are inclusive unless ``above``."""
+
+    default: Any
+    doc: str
+    kind: type | None = None
+    minimum: float | None = None
+    maximum: float | None = None
+    above: float | None = None
+    choices: tuple | None = None
+    optional: bool = False
+
+    @property
+    def type(self) -> type:
+        return self.kind or type(self.default)
+
+
+F = Field
+
+FIELDS: dict[str, Any] = {
+    "seed": F(0, "seed of everything random in the run", minimum=0),
+    "model": {
+        "path": F("", "directory of a Hugging Face checkpoint; empty: a new policy of the sizes below"),
+        "family": F("qwen2", "architecture of a new policy", choices=("qwen2", "qwen3", "llama")),
+        "layers": F(3, "decoder blocks", minimum=1),
+        "hidden_size": F(96, "width of the residual stream", minimum=2),
+        "heads": F(6, "query heads", minimum=1),
+        "kv_heads": F(2, "key/value heads (grouped-query attention)", minimum=1),
+        "head_dim": F(16, "width of a head; even", minimum=2),
+        "mlp_size": F(256, "width of the SwiGLU", minimum=1),
+        "rope_theta": F(1000.0, "base of the rotary frequencies", above=0.0),
+        "norm_epsilon": F(1e-6, "epsilon of RMSNorm", above=0.0),
+        "tie_embeddings": F(False, "share the embedding and the LM head"),
+        "dtype": F("float32", "compute type", choices=("float32", "bfloat16")),
+        "param_dtype": F("float32", "type of the trainer's parameters", choices=("float32", "bfloat16")),
+        "sampler_dtype": F("float32", "type of the sampler's parameters; the cast is part of the weight push", choices=("float32", "bfloat16")),
+    },
+    "task": {
+        "name": F("arithmetic", "the built-in procedural task, or rows of your own file", choices=("arithmetic", "jsonl")),
+        "path": F("", "JSONL file of training rows (question and answer, GSM8K's layout included); sets name to jsonl"),
+        "eval_path": F("", "JSONL file of held-out rows; empty: a part of `path` is held out"),
+        "question_key": F("", "key of the question; empty: recognised"),
+        "answer_key": F("", "key of the answer; empty: recognised"),
+        "prompt_template": F("{question}", "prompt text; holds {question}"),
+        "max_prompt_tokens": F(0, "longer prompts are dropped by name; 0: as long as the task's longest", minimum=0),
+        "train_problems": F(30000, "size of the procedural training pool", minimum=1),
+        "holdout_fraction": F(0.1, "share of canonical forms (or of rows) that is held out", above=0.0, maximum=0.9),
+        "on_bad_row": F("skip", "a broken row is skipped and counted, or ends the run", choices=("skip", "error")),
+    },
+    "sft": {
+        "steps": F(1600, "warm-up steps of supervised learning; 0: none", minimum=0),
+        "rows": F(16, "packed rows a step", minimum=1),
+        "row_tokens": F(160, "length of a packed row", minimum=8),
+        "learning_rate": F(2e-3, "peak learning rate", above=0.0),
+        "warmup_steps": F(50, "linear warm-up", minimum=0),
+        "decay_start": F(0.6, "share of the steps after which the rate falls linearly", minimum=0.0, maximum=1.0),
+        "final_fraction": F(0.05, "last learning rate as a share of the peak", minimum=0.0, maximum=1.0),
+        "adam_b1": F(0.9, "Adam's first decay", minimum=0.0, maximum=1.0),
+        "adam_b2": F(0.98, "Adam's second decay", minimum=0.0, maximum=1.0),
+        "weight_decay": F(0.01, "AdamW's weight decay", minimum=0.0),
+        "grad_clip": F(1.0, "global norm at which gradients are clipped", above=0.0),
+        "careless_fraction": F(0.65, "share of demonstrations written by the careless teacher", minimum=0.0, maximum=1.0),
+        "checkpoint_every": F(400, "steps between checkpoints of the warm-up", minimum=1),
+        "path": F("", "a finished warm-up to start from (the `warmup` directory of another run)"),
+    },
+    "rollout": {
+        "max_staleness": F(4, "η: no token is trained more than so many versions old; 0: synchronous; None: unbounded", minimum=0, optional=True),
+        "on_overdue": F("wait", "due groups that are unfinished: wait for them, drop them, or keep them past η", choices=("wait", "drop", "keep")),
+        "group_size": F(8, "samples of a prompt", minimum=1),
+        "max_new_tokens": F(112, "length limit of a response", minimum=1),
+        "temperature": F(1.0, "sampling temperature; 0 is greedy (evaluation only)", above=0.0),
+        "top_p": F(1.0, "nucleus", above=0.0, maximum=1.0),
+        "top_k": F(0, "keep the k likeliest tokens; 0: all", minimum=0),
+        "slots": F(64, "sequences decoded together", minimum=1),
+        "steps_per_dispatch": F(8, "decode steps between two looks at the host", minimum=1),
+        "interruptible": F(True, "take new weights in the middle of generations; False: wait for the running ones"),
+        "kv_on_update": F("recompute", "KV cache of unfinished sequences at a weight update", choices=("recompute", "keep")),
+        "max_concurrent_groups": F(None, "most groups being generated at once; None: as many as η admits", kind=int, minimum=1, optional=True),
+        "length_buckets": F((48, 96, 144), "lengths at which the KV cache is allocated", kind=tuple),
+        "prefill_groups": F(8, "prompts prefilled together", minimum=1),
+        "wait_timeout_s": F(600.0, "longest wait for a batch before the run stops and says what it waited for", above=0.0),
+    },
+    "trainer": {
+        "steps": F(100, "training steps (versions)", minimum=0),
+        "groups_per_step": F(32, "B: groups in a training step", minimum=1),
+        "minibatches": F(2, "sequential updates in a step", minimum=1),
+        "micro_batch_tokens": F(192, "C: capacity of one packed row (Algorithm 1)", minimum=8),
+        "micro_batch_rows": F(8, "packed rows computed together, over all data-parallel shards", minimum=1),
+        "learning_rate": F(3e-4, "learning rate", above=0.0),
+        "schedule": F("constant", "learning-rate schedule after the warm-up", choices=("constant", "cosine")),
+        "warmup_steps": F(5, "linear warm-up, in training steps", minimum=0),
+        "adam_b1": F(0.9, "Adam's first decay", minimum=0.0, maximum=1.0),
+        "adam_b2": F(0.95, "Adam's second decay", minimum=0.0, maximum=1.0),
+        "adam_epsilon": F(1e-5, "Adam's epsilon", above=0.0),
+        "weight_decay": F(0.05, "AdamW's weight decay", minimum=0.0),
+        "grad_clip": F(1.0, "global norm at which gradients are clipped", above=0.0),
+        "max_nonfinite_updates": F(3, "so many skipped updates in a row end the run", minimum=1),
+    },
+    "algorithm": {
+        "loss": F("decoupled_ppo", "policy loss", choices=("decoupled_ppo", "ppo")),
+        "advantage": F("batch", "advantage normalisation", choices=("batch", "grpo", "dr_grpo", "rloo", "lite_ppo")),
+        "clip_epsilon": F(0.2, "ε of the clipped ratio", above=0.0, maximum=1.0),
+        "clip_epsilon_high": F(None, "upper ε; None: the same", kind=float, above=0.0, optional=True),
+        "dual_clip": F(None, "bound c > 1 on the loss where the advantage is negative; None: off", kind=float, above=1.0, optional=True),
+        "importance_weight_cap": F(None, "cap of π_prox/π_behav; None: applied uncapped", kind=float, above=0.0, optional=True),
+        "importance_weight_mode": F("truncate", "what the cap does: truncate the weight or mask the token", choices=("truncate", "mask")),
+        "gamma": F(1.0, "discount", minimum=0.0, maximum=1.0),
+        "gae_lambda": F(1.0, "λ of GAE", minimum=0.0, maximum=1.0),
+        "reward_scale": F(10.0, "reward = clip((raw + bias)·scale)", above=0.0),
+        "reward_bias": F(-0.5, "added to the raw 0/1 reward; with scale 10 gives ±5"),
+        "reward_clip": F(20.0, "bound of the scaled reward", above=0.0),
+        "shuffle_rewards": F(False, "control experiment: permute the rewards within each batch"),
+    },
+    "reward": {
+        "workers": F(1, "verifier processes", minimum=1),
+        "timeout_s": F(5.0, "hard limit of one check; the process is killed", above=0.0),
+        "on_failure": F("zero", "a check that raises, hangs or dies: reward 0, or the group is dropped", choices=("zero", "drop")),
+        "max_consecutive_failures": F(50, "so many failures in a row end the run with the last one's cause", minimum=1),
+    },
+    "eval": {
+        "every_steps": F(25, "training steps between evaluations; 0: only before and after", minimum=0),
+        "problems": F(512, "held-out problems at the start and the end", minimum=1),
+        "periodic_problems": F(128, "held-out problems of the evaluations in between", minimum=1),
+        "samples": F(1, "samples a problem", minimum=1),
+        "temperature": F(1.0, "sampling temperature; 0: greedy", minimum=0.0),
+    },
+    "checkpoint": {
+        "every_steps": F(20, "training steps between checkpoints; 0: only at the end", minimum=0),
+        "keep": F(2, "checkpoints kept", minimum=1),
+    },
+    "cluster": {
+        "host_devices": F(2, "devices that a CPU host gives itself; no meaning on GPU or TPU", minimum=1),
+        "sampler_devices": F(0, "devices of the sampler; 0: half of them, at least 1", minimum=0),
+        "trainer_devices": F(0, "devices of the trainer; 0: the rest", minimum=0),
+        "mesh": {
+            "trainer": F("", "axes of the trainer's mesh, such as fsdp=2,tensor=2; data takes what is left"),
+            "sampler": F("", "axes of the sampler's mesh, such as tensor=2; data takes what is left"),
+        },
+        "compilation_cache": F("", "directory of JAX's persistent compilation cache; empty: none"),
+    },
+    "telemetry": {
+        "live": F("auto", "live terminal view", choices=("auto", "on", "off")),
+        "tensorboard": F(True, "write TensorBoard event files"),
+        "trace": F(True, "write trace.json for Perfetto"),
+    },
+}
