@@ -1,0 +1,120 @@
+"""The layers of the policy, in Flax NNX. Sampler and trainer apply these same modules.
+
+Invariants:
+* Every layer acts on the last axis and takes any leading axes, so that a packed row, a batch of prompts and one token
+  a slot go through the same code; attention over the past is passed in as a function.
+* Products in float32 are computed at full precision on every backend.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+from areal_jax.models.architecture import ModelConfig
+
+Attend = Callable[[int, jax.Array, jax.Array, jax.Array], jax.Array]
+"""(layer, query [..., heads, head_dim], key [..., kv_heads, head_dim], value [..., kv_heads, head_dim]) → [..., heads, head_dim]"""
+
+
+def precision(dtype: jnp.dtype) -> jax.lax.Precision | None:
+    """Full precision for float32 (no TF32), the backend's own for the rest."""
+    return jax.lax.Precision.HIGHEST if dtype == jnp.float32 else None
+
+
+class Linear(nnx.Module):
+    """x @ kernel + bias, computed in ``dtype``."""
+
+    def __init__(self, size_in: int, size_out: int, *, bias: bool, dtype: str, rngs: nnx.Rngs, scale: float = 1.0):
+        stddev = scale * size_in**-0.5
+        self.kernel = nnx.Param(stddev * jax.random.truncated_normal(rngs.params(), -3.0, 3.0, (size_in, size_out), jnp.float32))
+        self.bias = nnx.Param(jnp.zeros(size_out)) if bias else None
+        self.dtype = jnp.dtype(dtype)
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        y = jnp.matmul(x.astype(self.dtype), self.kernel[...].astype(self.dtype), precision=precision(self.dtype))
+        return y if self.bias is None else y + self.bias[...].astype(self.dtype)
+
+
+class RMSNorm(nnx.Module):
+    """Root-mean-square norm, in float32 inside (arXiv 1910.07467)."""
+
+    def __init__(self, size: int, epsilon: float):
+        self.scale = nnx.Param(jnp.ones(size))
+        self.epsilon = epsilon
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        y = x.astype(jnp.float32)
+        y = y * jax.lax.rsqrt(jnp.mean(jnp.square(y), -1, keepdims=True) + self.epsilon)
+        return (y * self.scale[...].astype(jnp.float32)).astype(x.dtype)
+
+
+def rotary_tables(positions: jax.Array, head_dim: int, theta: float) -> tuple[jax.Array, jax.Array]:
+    """cos and sin, each float32 [..., 1, head_dim], of integer positions [...] (arXiv 2104.09864, halves layout)."""
+    frequency = theta ** (-jnp.arange(0, head_dim, 2, dtype=jnp.float32) / head_dim)
+    angle = positions[..., None].astype(jnp.float32) * frequency
+    angle = jnp.concatenate([angle, angle], -1)[..., None, :]
+    return jnp.cos(angle), jnp.sin(angle)
+
+
+def rotate(x: jax.Array, tables: tuple[jax.Array, jax.Array]) -> jax.Array:
+    """Applies rotary positions to x [..., heads, head_dim]."""
+    cos, sin = tables
+    half = x.shape[-1] // 2
+    turned = jnp.concatenate([-x[..., half:], x[..., :half]], -1)
+    return (x.astype(jnp.float32) * cos + turned.astype(jnp.float32) * sin).astype(x.dtype)
+
+
+class Attention(nnx.Module):
+    """Grouped-query attention's projections (arXiv 2305.13245); what is attended to is the caller's."""
+
+    def __init__(self, model: ModelConfig, rngs: nnx.Rngs):
+        bias, dtype = model.attention_bias, model.dtype
+        self.query = Linear(model.hidden_size, model.heads * model.head_dim, bias=bias, dtype=dtype, rngs=rngs)
+        self.key = Linear(model.hidden_size, model.kv_heads * model.head_dim, bias=bias, dtype=dtype, rngs=rngs)
+        self.value = Linear(model.hidden_size, model.kv_heads * model.head_dim, bias=bias, dtype=dtype, rngs=rngs)
+        self.output = Linear(
+            model.heads * model.head_dim, model.hidden_size, bias=False, dtype=dtype, rngs=rngs, scale=(2 * model.layers) ** -0.5
+        )
+        self.query_norm = RMSNorm(model.head_dim, model.norm_epsilon) if model.query_key_norm else None
+        self.key_norm = RMSNorm(model.head_dim, model.norm_epsilon) if model.query_key_norm else None
+        self.head_dim = model.head_dim
+
+    def __call__(self, layer: int, x: jax.Array, tables: tuple[jax.Array, jax.Array], attend: Attend) -> jax.Array:
+        def heads(y: jax.Array) -> jax.Array:
+            return y.reshape(*y.shape[:-1], -1, self.head_dim)
+
+        query, key, value = heads(self.query(x)), heads(self.key(x)), heads(self.value(x))
+        if self.query_norm is not None and self.key_norm is not None:
+            query, key = self.query_norm(query), self.key_norm(key)
+        mixed = attend(layer, rotate(query, tables), rotate(key, tables), value)
+        return self.output(mixed.reshape(*mixed.shape[:-2], -1))
+
+
+class SwiGLU(nnx.Module):
+    """down(silu(gate(x)) · up(x)) (arXiv 2002.05202)."""
+
+    def __init__(self, model: ModelConfig, rngs: nnx.Rngs):
+        self.gate = Linear(model.hidden_size, model.mlp_size, bias=False, dtype=model.dtype, rngs=rngs)
+        self.up = Linear(model.hidden_size, model.mlp_size, bias=False, dtype=model.dtype, rngs=rngs)
+        self.down = Linear(model.mlp_size, model.hidden_size, bias=False, dtype=model.dtype, rngs=rngs, scale=(2 * model.layers) ** -0.5)
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        return self.down(jax.nn.silu(self.gate(x)) * self.up(x))
+
+
+class Block(nnx.Module):
+    """One pre-norm decoder block."""
+
+    def __init__(self, model: ModelConfig, rngs: nnx.Rngs):
+        self.attention_norm = RMSNorm(model.hidden_size, model.norm_epsilon)
+        self.attention = Attention(model, rngs)
+        self.mlp_norm = RMSNorm(model.hidden_size, model.norm_epsilon)
+        self.mlp = SwiGLU(model, rngs)
+
+    def __call__(self, layer: int, x: jax.Array, tables: tuple[jax.Array, jax.Array], attend: Attend) -> jax.Array:
+        x = x + self.attention(layer, self.attention_norm(x), tables, attend)
+        return x + self.mlp(self.mlp_norm(x))

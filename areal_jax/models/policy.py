@@ -1,0 +1,103 @@
+"""The policy: one definition for sampler and trainer, with its parameters as a plain nested dict.
+
+Invariants:
+* Parameters are a nested dict of arrays with string keys, for example ``layers/layer_0/attention/query/kernel``
+  [hidden, heads·head_dim]; kernels are [in, out]. ``bind`` gives the module over such a tree, inside or outside ``jit``.
+* Logits and log-probs are float32 whatever the compute type.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+from areal_jax.models.architecture import ModelConfig
+from areal_jax.models.attention import packed_attention
+from areal_jax.models.layers import Attend, Block, Linear, RMSNorm, rotary_tables
+
+Params = Any
+"""Nested dict of arrays."""
+
+
+class Policy(nnx.Module):
+    """Decoder-only language model."""
+
+    def __init__(self, model: ModelConfig, rngs: nnx.Rngs):
+        self.model = model
+        self.embedding = nnx.Param(jax.random.normal(rngs.params(), (model.vocab_size, model.hidden_size)) * model.hidden_size**-0.5)
+        self.layers = nnx.Dict({f"layer_{i}": Block(model, rngs) for i in range(model.layers)})
+        self.final_norm = RMSNorm(model.hidden_size, model.norm_epsilon)
+        self.lm_head = None if model.tie_embeddings else Linear(model.hidden_size, model.vocab_size, bias=False, dtype="float32", rngs=rngs)
+
+    def hidden(self, tokens: jax.Array, positions: jax.Array, attend: Attend) -> jax.Array:
+        """Final hidden states [..., hidden_size] of tokens and positions [...]."""
+        x = self.embedding[...][tokens].astype(self.model.dtype)
+        tables = rotary_tables(positions, self.model.head_dim, self.model.rope_theta)
+        for i in range(self.model.layers):
+            x = self.layers[f"layer_{i}"](i, x, tables, attend)
+        return self.final_norm(x)
+
+    def logits(self, hidden: jax.Array) -> jax.Array:
+        """Float32 logits [..., vocab_size]."""
+        x = hidden.astype(jnp.float32)
+        if self.lm_head is not None:
+            return self.lm_head(x)
+        return jnp.matmul(x, self.embedding[...].astype(jnp.float32).T, precision=jax.lax.Precision.HIGHEST)
+
+
+@functools.cache
+def _definition(model: ModelConfig) -> tuple[Any, Any]:
+    return nnx.split(nnx.eval_shape(lambda: Policy(model, nnx.Rngs(0))), nnx.Param)
+
+
+def param_shapes(model: ModelConfig) -> Params:
+    """The parameter tree as ``jax.ShapeDtypeStruct`` (float32)."""
+    return nnx.to_pure_dict(_definition(model)[1])
+
+
+def init_params(model: ModelConfig, key: jax.Array) -> Params:
+    """New float32 parameters: truncated normal of variance 1/fan-in, output projections scaled by 1/√(2·layers)."""
+    return nnx.to_pure_dict(nnx.state(Policy(model, nnx.Rngs(params=key)), nnx.Param))
+
+
+def bind(model: ModelConfig, params: Params) -> Policy:
+    """The module whose parameters are ``params``."""
+    definition, shapes = _definition(model)
+    state = jax.tree.map(lambda leaf: leaf, shapes)
+    nnx.replace_by_pure_dict(state, params)
+    return nnx.merge(definition, state)
+
+
+def packed_logits(model: ModelConfig, params: Params, tokens: jax.Array, positions: jax.Array, segment_ids: jax.Array) -> jax.Array:
+    """Logits float32 [rows, length, vocab] of packed rows (int [rows, length] each; segment 0 is padding)."""
+    policy = bind(model, params)
+    return policy.logits(policy.hidden(tokens, positions, lambda _, q, k, v: packed_attention(q, k, v, segment_ids)))
+
+
+def packed_logprobs(
+    model: ModelConfig,
+    params: Params,
+    tokens: jax.Array,
+    positions: jax.Array,
+    segment_ids: jax.Array,
+    targets: jax.Array,
+    temperature: float,
+) -> tuple[jax.Array, jax.Array]:
+    """Log-probs of ``targets`` and the entropy, under logits / temperature.
+
+    Args:
+      tokens, positions, segment_ids, targets: int [rows, length]; ``targets[t]`` is the token that follows ``tokens[t]``.
+      temperature: the sampler's.
+
+    Returns:
+      (log-probs, entropy), float32 [rows, length]; meaningless where a segment has no next token.
+    """
+    logits = packed_logits(model, params, tokens, positions, segment_ids) / temperature
+    normaliser = jax.nn.logsumexp(logits, -1)
+    logprobs = jnp.take_along_axis(logits, targets[..., None], -1)[..., 0] - normaliser
+    probabilities = jnp.exp(logits - normaliser[..., None])
+    return logprobs, normaliser - jnp.sum(probabilities * logits, -1)

@@ -1,0 +1,79 @@
+"""The one table from a parameter's name to its logical axes, and from logical axes to mesh axes.
+
+Invariant: sampler, trainer and weight push all take their shardings from here, so that they cannot disagree.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import jax
+from jax.sharding import Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from areal_jax.models.architecture import ModelConfig
+from areal_jax.models.policy import param_shapes
+
+LOGICAL_AXES: dict[str, tuple[str, ...]] = {
+    "embedding": ("vocab", "hidden"),
+    "lm_head/kernel": ("hidden", "vocab"),
+    "query/kernel": ("hidden", "heads"),
+    "key/kernel": ("hidden", "kv_heads"),
+    "value/kernel": ("hidden", "kv_heads"),
+    "output/kernel": ("heads", "hidden"),
+    "query/bias": ("heads",),
+    "key/bias": ("kv_heads",),
+    "value/bias": ("kv_heads",),
+    "gate/kernel": ("hidden", "mlp"),
+    "up/kernel": ("hidden", "mlp"),
+    "down/kernel": ("mlp", "hidden"),
+    "scale": ("norm",),
+}
+
+MESH_RULES: dict[str, Any] = {
+    "vocab": "tensor",
+    "heads": "tensor",
+    "kv_heads": "tensor",
+    "mlp": "tensor",
+    "hidden": "fsdp",
+    "norm": None,
+    "batch": ("data", "fsdp"),
+    "slots": ("data", "fsdp"),
+}
+
+
+def logical_to_mesh(*axes: str | None) -> P:
+    """The partition spec of logical axes; None is replicated."""
+    return P(*(None if axis is None else MESH_RULES[axis] for axis in axes))
+
+
+def param_specs(model: ModelConfig) -> Any:
+    """Tree of ``PartitionSpec`` like the parameters.
+
+    Raises:
+      KeyError: a parameter has no line in the table.
+    """
+
+    def spec(path: tuple[Any, ...], _: Any) -> P:
+        name = "/".join(str(part.key) for part in path)
+        for suffix, axes in LOGICAL_AXES.items():
+            if name == suffix or name.endswith("/" + suffix):
+                return logical_to_mesh(*axes)
+        raise KeyError(f"no logical axes for the parameter '{name}'; add a line to LOGICAL_AXES")
+
+    return jax.tree_util.tree_map_with_path(spec, param_shapes(model))
+
+
+def named_shardings(mesh: Mesh, specs: Any, shapes: Any) -> Any:
+    """Tree of ``NamedSharding``; an axis that does not divide its dimension is replicated instead."""
+
+    def legal(spec: P, leaf: Any) -> NamedSharding:
+        parts = []
+        for size, axes in zip(leaf.shape, tuple(spec) + (None,) * (len(leaf.shape) - len(spec)), strict=True):
+            names = axes if isinstance(axes, tuple) else (axes,) if axes else ()
+            fits = size % math.prod(mesh.shape[name] for name in names) == 0
+            parts.append(axes if fits else None)
+        return NamedSharding(mesh, P(*parts))
+
+    return jax.tree.map(legal, specs, shapes, is_leaf=lambda x: isinstance(x, P))
