@@ -1,0 +1,126 @@
+"""Text to token ids and back.
+
+Invariants:
+* The embedded tokenizer has a token for each of the 256 bytes, so ``decode(encode(text)) == text`` for every text,
+  and text never turns into a special token: a question that spells out "<eos>" stays text.
+* The constant parts of the built-in prompts, and the "####" before an answer, are one token each.
+* A loaded tokenizer is the checkpoint's own, special tokens in a prompt template included.
+"""
+
+from __future__ import annotations
+
+import json
+import pathlib
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import tokenizers
+
+PAD, EOS = "<pad>", "<eos>"
+PHRASES = ("####", "Compute ", "Solve ", "GCD of ", ", ")
+"""The constant parts of the built-in task's prompts and solutions, one token each."""
+
+
+class Tokenizer:
+    """A ``tokenizers.Tokenizer`` with the ids that generation needs.
+
+    Attributes:
+      backend: the wrapped ``tokenizers.Tokenizer``.
+      pad_id: id that fills unused positions.
+      eos_ids: ids that end a response.
+    """
+
+    def __init__(self, backend: tokenizers.Tokenizer, pad_id: int, eos_ids: Sequence[int]):
+        self.backend = backend
+        self.pad_id = pad_id
+        self.eos_ids = tuple(eos_ids)
+        if not self.eos_ids:
+            raise ValueError("a tokenizer must name its end-of-text token; set 'eos_token' in tokenizer_config.json")
+
+    @property
+    def vocab_size(self) -> int:
+        """One more than the largest id."""
+        return 1 + max(self.backend.get_vocab(with_added_tokens=True).values())
+
+    def encode(self, text: str) -> np.ndarray:
+        """Ids of ``text``, nothing added before or after.
+
+        Returns:
+          int32 [length].
+        """
+        return np.asarray(self.backend.encode(text, add_special_tokens=False).ids, np.int32)
+
+    def decode(self, ids: Sequence[int] | np.ndarray) -> str:
+        """Text of ``ids`` without special tokens; bytes that are no valid UTF-8 become U+FFFD."""
+        return self.backend.decode([int(i) for i in ids], skip_special_tokens=True)
+
+    def save(self, directory: str | pathlib.Path) -> None:
+        """Writes tokenizer.json and tokenizer_config.json, as ``transformers.PreTrainedTokenizerFast`` reads them."""
+        path = pathlib.Path(directory)
+        path.mkdir(parents=True, exist_ok=True)
+        self.backend.save(str(path / "tokenizer.json"))
+        config = {
+            "tokenizer_class": "PreTrainedTokenizerFast",
+            "pad_token": self.backend.id_to_token(self.pad_id),
+            "eos_token": self.backend.id_to_token(self.eos_ids[0]),
+            "clean_up_tokenization_spaces": False,
+            "model_max_length": 1_000_000_000,
+        }
+        (path / "tokenizer_config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
+
+
+def embedded_tokenizer() -> Tokenizer:
+    """The tokenizer of the built-in policy: pad 0, eos 1, the 256 bytes, then ``PHRASES``."""
+    alphabet = sorted(tokenizers.pre_tokenizers.ByteLevel.alphabet())
+    vocabulary = {symbol: index for index, symbol in enumerate([PAD, EOS, *alphabet])}
+    backend = tokenizers.Tokenizer(tokenizers.models.BPE(vocab=vocabulary, merges=[]))
+    backend.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    backend.decoder = tokenizers.decoders.ByteLevel()
+    backend.add_special_tokens([tokenizers.AddedToken(t, normalized=False, special=True) for t in (PAD, EOS)])
+    backend.add_tokens([tokenizers.AddedToken(t, normalized=False) for t in PHRASES])
+    backend.encode_special_tokens = True
+    return Tokenizer(backend, pad_id=0, eos_ids=(1,))
+
+
+def load_tokenizer(directory: str | pathlib.Path) -> Tokenizer:
+    """The tokenizer of a Hugging Face checkpoint's directory.
+
+    The ids that end a response are those of generation_config.json, else of config.json, together with the
+    tokenizer's own ``eos_token``. Without a ``pad_token`` the first of them pads.
+
+    Raises:
+      FileNotFoundError: ``directory`` holds no tokenizer.json.
+      ValueError: no file names an end-of-text token, or the one named is not in the vocabulary.
+    """
+    path = pathlib.Path(directory)
+    file = path / "tokenizer.json"
+    if not file.is_file():
+        raise FileNotFoundError(f"a checkpoint directory must hold tokenizer.json; '{file}' is not there; save the tokenizer with it")
+    backend = tokenizers.Tokenizer.from_file(str(file))
+    config = _json(path / "tokenizer_config.json")
+
+    def named(key: str) -> list[int]:
+        value = config.get(key)
+        text = value["content"] if isinstance(value, dict) else value
+        if text is None:
+            return []
+        token = backend.token_to_id(text)
+        if token is None:
+            raise ValueError(f"'{key}' of {path / 'tokenizer_config.json'} must be in the vocabulary; {text!r} is not")
+        return [token]
+
+    eos = _ids(_json(path / "generation_config.json").get("eos_token_id")) or _ids(_json(path / "config.json").get("eos_token_id"))
+    eos = list(dict.fromkeys([*named("eos_token"), *eos]))
+    pad = named("pad_token") or eos[:1] or [0]
+    if pad == [backend.token_to_id(PAD)] and eos == [backend.token_to_id(EOS)]:
+        backend.encode_special_tokens = True
+    return Tokenizer(backend, pad_id=pad[0], eos_ids=eos)
+
+
+def _json(file: pathlib.Path) -> dict[str, Any]:
+    return json.loads(file.read_text(encoding="utf-8")) if file.is_file() else {}
+
+
+def _ids(value: int | list[int] | None) -> list[int]:
+    return [] if value is None else list(value) if isinstance(value, list) else [value]
