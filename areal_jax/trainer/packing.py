@@ -1,0 +1,265 @@
+"""Sequences of different lengths, laid into rows of one static length.
+
+Invariants:
+* Every sequence lies in one row, whole; no row holds more than its capacity C.
+* Index t of every array of a ``MicroBatch`` speaks of the same predicted token: ``targets[t]`` follows ``tokens[t]``.
+* Rows come in few static counts (``row_counts``), so that a steady run compiles nothing new.
+* Groups stay whole: all samples of a group lie in one minibatch.
+
+A sequence of n tokens (prompt and response) takes n - 1 positions: its last token is only ever a target.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+from flax import struct
+
+from areal_jax.types import TrainingBatch
+
+
+@struct.dataclass
+class MicroBatch:
+    """Packed rows that are computed together.
+
+    Attributes:
+      tokens: int32 [R, C], inputs; 0 on padding.
+      positions: int32 [R, C], place in the own sequence, from 0.
+      segment_ids: int32 [R, C], number of the sequence in its row, from 1; 0 on padding.
+      targets: int32 [R, C], the token that follows.
+      loss_mask: float32 [R, C], 1 where the target was generated (and is trained on).
+      behaviour_logprobs: float32 [R, C], of the target under the policy that sampled it; 0 outside the mask.
+      versions: int32 [R, C], version of the policy that sampled the target; -1 outside the mask.
+      advantages: float32 [R, C]; 0 outside the mask.
+    """
+
+    tokens: Any
+    positions: Any
+    segment_ids: Any
+    targets: Any
+    loss_mask: Any
+    behaviour_logprobs: Any
+    versions: Any
+    advantages: Any
+
+
+@dataclasses.dataclass(frozen=True)
+class PackedSequence:
+    """One sequence with what is known of its generated tokens.
+
+    ``tokens`` is int32 [n]; the last k of them were generated, and ``behaviour_logprobs``, ``versions`` and ``advantages`` are [k].
+    """
+
+    tokens: np.ndarray
+    behaviour_logprobs: np.ndarray
+    versions: np.ndarray
+    advantages: np.ndarray
+
+    @property
+    def positions(self) -> int:
+        return self.tokens.shape[0] - 1
+
+
+@dataclasses.dataclass(frozen=True)
+class PackedBatch:
+    """A training step's micro-batches, on the host.
+
+    Attributes:
+      step: the trainer's version that this batch is for.
+      minibatches: for each sequential update its micro-batches.
+      tokens: for each minibatch the number of trained (generated) tokens.
+      metrics: what the host knows of the batch, by metric name.
+    """
+
+    step: int
+    minibatches: tuple[tuple[MicroBatch, ...], ...]
+    tokens: tuple[int, ...]
+    metrics: Mapping[str, float | None]
+
+
+def allocate(lengths: Sequence[int] | np.ndarray, capacity: int, k_min: int = 1) -> list[list[int]]:
+    """Dynamic batching, Algorithm 1 of arXiv 2505.24298.
+
+    Longest first; a sequence opens a new micro-batch while fewer than ``k_min`` exist or none can hold it, else it joins, among
+    those that can hold it, the one with the fewest sequences (of several, the one with the smallest total).
+
+    Args:
+      lengths: [n] token counts.
+      capacity: most tokens of a micro-batch. A longer sequence sits alone.
+      k_min: least number of micro-batches (reached only if there are so many sequences).
+
+    Returns:
+      For each micro-batch the indices of its sequences.
+    """
+    lengths = np.asarray(lengths, np.int64)
+    bins: list[list[int]] = []
+    totals, counts = np.zeros(len(lengths), np.int64), np.zeros(len(lengths), np.int64)
+    for index in np.argsort(-lengths, kind="stable"):
+        opened, length = len(bins), lengths[index]
+        place = opened
+        if opened >= k_min:
+            rank = np.where(totals[:opened] + length <= capacity, counts[:opened] * (capacity + 1) + totals[:opened], np.iinfo(np.int64).max)
+            best = int(np.argmin(rank)) if opened else 0
+            if opened and rank[best] != np.iinfo(np.int64).max:
+                place = best
+        if place == opened:
+            bins.append([])
+        bins[place].append(int(index))
+        totals[place] += length
+        counts[place] += 1
+    return bins
+
+
+def row_counts(rows: int, shards: int, most: int = 3) -> tuple[int, ...]:
+    """The static row counts of micro-batches, largest first: ``rows`` and its halves that the data-parallel ``shards`` divide.
+
+    Raises:
+      ValueError: ``rows`` is not a multiple of ``shards``.
+    """
+    if rows % shards:
+        raise ValueError(f"'trainer.micro_batch_rows' must be a multiple of the {shards} data-parallel shards; got {rows}")
+    counts = [rows]
+    while len(counts) < most and counts[-1] % 2 == 0 and (counts[-1] // 2) % shards == 0:
+        counts.append(counts[-1] // 2)
+    return tuple(counts)
+
+
+def split_rows(rows: int, counts: Sequence[int]) -> list[int]:
+    """Sizes of the micro-batches that take ``rows`` rows: largest first, the last one filled up with empty rows."""
+    sizes: list[int] = []
+    left = rows
+    while left > 0:
+        size = next((c for c in counts if c <= left), counts[-1])
+        sizes.append(size)
+        left -= size
+    return sizes
+
+
+def pack_rows(sequences: Sequence[PackedSequence], capacity: int, k_min: int = 1, rows: int | None = None) -> MicroBatch:
+    """Lays sequences into rows of ``capacity`` positions by Algorithm 1.
+
+    Args:
+      sequences: at least two tokens each.
+      capacity: C, positions of a row.
+      k_min: least number of rows.
+      rows: number of rows of the result, filled up with empty ones; None: as many as are needed.
+
+    Returns:
+      Arrays [rows, C] on the host.
+
+    Raises:
+      ValueError: a sequence does not fit a row, or the rows are too few.
+    """
+    lengths = [s.positions for s in sequences]
+    if lengths and (max(lengths) > capacity or min(lengths) < 1):
+        raise ValueError(
+            f"a packed row holds sequences of 2 to {capacity + 1} tokens; got one of {max(lengths) + 1 if max(lengths) > capacity else min(lengths) + 1}: "
+            "raise 'trainer.micro_batch_tokens' (or 'sft.row_tokens'), or lower 'task.max_prompt_tokens' or 'rollout.max_new_tokens'"
+        )
+    bins = allocate(lengths, capacity, k_min)
+    count = len(bins) if rows is None else rows
+    if len(bins) > count:
+        raise ValueError(f"{len(bins)} rows are needed, {count} given")
+    batch = _empty(count, capacity)
+    for row, indices in enumerate(bins):
+        start = 0
+        for segment, index in enumerate(indices, 1):
+            sequence = sequences[index]
+            n = sequence.positions
+            batch.tokens[row, start : start + n] = sequence.tokens[:-1]
+            batch.targets[row, start : start + n] = sequence.tokens[1:]
+            batch.positions[row, start : start + n] = np.arange(n)
+            batch.segment_ids[row, start : start + n] = segment
+            generated = slice(start + n - len(sequence.versions), start + n)
+            batch.loss_mask[row, generated] = 1.0
+            batch.behaviour_logprobs[row, generated] = sequence.behaviour_logprobs
+            batch.versions[row, generated] = sequence.versions
+            batch.advantages[row, generated] = sequence.advantages
+            start += n
+    return batch
+
+
+def _empty(rows: int, capacity: int) -> MicroBatch:
+    def zeros(dtype: Any) -> np.ndarray:
+        return np.zeros((rows, capacity), dtype)
+
+    return MicroBatch(
+        tokens=zeros(np.int32),
+        positions=zeros(np.int32),
+        segment_ids=zeros(np.int32),
+        targets=zeros(np.int32),
+        loss_mask=zeros(np.float32),
+        behaviour_logprobs=zeros(np.float32),
+        versions=np.full((rows, capacity), -1, np.int32),
+        advantages=zeros(np.float32),
+    )
+
+
+def take_rows(batch: MicroBatch, rows: np.ndarray, count: int | None = None) -> MicroBatch:
+    """The named rows of a packed batch, filled up with empty rows to ``count``."""
+    filler = _empty((count or len(rows)) - len(rows), batch.tokens.shape[1])
+    return MicroBatch(**{f.name: np.concatenate([getattr(batch, f.name)[rows], getattr(filler, f.name)]) for f in dataclasses.fields(MicroBatch)})
+
+
+def micro_batches(sequences: Sequence[PackedSequence], capacity: int, counts: Sequence[int]) -> tuple[MicroBatch, ...]:
+    """A minibatch as micro-batches of the static row counts ``counts`` (largest first)."""
+    packed = pack_rows(sequences, capacity, k_min=min(counts))
+    result, start = [], 0
+    for size in split_rows(packed.tokens.shape[0], counts):
+        rows = np.arange(start, min(start + size, packed.tokens.shape[0]))
+        result.append(take_rows(packed, rows, size))
+        start += size
+    return tuple(result)
+
+
+def split_groups(tokens: Sequence[int], minibatches: int) -> list[list[int]]:
+    """Deals groups out to minibatches: as equal in number as can be, and balanced in tokens.
+
+    Args:
+      tokens: tokens of each group.
+      minibatches: number of sequential updates.
+
+    Returns:
+      For each minibatch the indices of its groups, in rising order; with fewer groups than minibatches, as many as there are groups.
+    """
+    minibatches = min(minibatches, len(tokens))
+    room = [len(tokens) // minibatches + (k < len(tokens) % minibatches) for k in range(minibatches)]
+    parts: list[list[int]] = [[] for _ in range(minibatches)]
+    totals = [0] * minibatches
+    for index in np.argsort(-np.asarray(tokens), kind="stable"):
+        place = min((k for k in range(minibatches) if len(parts[k]) < room[k]), key=lambda k: (totals[k], k))
+        parts[place].append(int(index))
+        totals[place] += int(tokens[index])
+    return [sorted(p) for p in parts]
+
+
+def pack(batch: TrainingBatch, advantages: Sequence[np.ndarray], capacity: int, counts: Sequence[int], minibatches: int) -> PackedBatch:
+    """Packs a training step.
+
+    Args:
+      batch: the step's groups.
+      advantages: for each trajectory (groups in order, samples in order) float [length].
+      capacity: C, positions of a row.
+      counts: static row counts, largest first.
+      minibatches: sequential updates of the step.
+
+    Returns:
+      The minibatches with the packing's metrics: ``packing/efficiency`` (real ÷ computed positions) and ``packing/micro_batches``.
+    """
+    sequences: list[list[PackedSequence]] = []
+    values = iter(advantages)
+    for group in batch.groups:
+        whole = [np.concatenate([t.prompt_tokens, t.tokens]).astype(np.int32) for t in group.trajectories]
+        sequences.append([PackedSequence(w, t.behaviour_logprobs, t.versions, next(values)) for w, t in zip(whole, group.trajectories, strict=True)])
+    parts = split_groups([sum(s.positions for s in group) for group in sequences], minibatches)
+    packed = tuple(micro_batches([s for index in part for s in sequences[index]], capacity, counts) for part in parts)
+    tokens = tuple(int(sum(m.loss_mask.sum() for m in part)) for part in packed)
+    every = [m for part in packed for m in part]
+    metrics: dict[str, float | None] = {
+        "packing/efficiency": float(sum((m.segment_ids > 0).sum() for m in every) / sum(m.segment_ids.size for m in every)),
+        "packing/micro_batches": float(len(every)),
+    }
+    return PackedBatch(batch.step, packed, tokens, metrics)

@@ -1,0 +1,133 @@
+"""The train state, its shardings and the optimizer update, shared by the warm-up and reinforcement learning.
+
+Invariants:
+* Parameters lie as ``models.sharding`` says, optimizer moments and gradients like their parameters, counters everywhere.
+* Gradients and moments are float32 whatever the parameters' type.
+* A gradient that is not finite changes nothing but the count of skipped updates.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import optax
+from flax import struct
+from jax.sharding import Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from areal_jax.models.architecture import ModelConfig
+from areal_jax.models.sharding import logical_to_mesh, named_shardings, param_specs
+
+
+@struct.dataclass
+class TrainState:
+    """All that a training step changes.
+
+    Attributes:
+      params: nested dict of arrays.
+      opt_state: of ``optimizer``.
+      step: int32 [], training steps done; with reinforcement learning the policy version.
+      skipped: int32 [], updates left out in a row because their gradient was not finite.
+    """
+
+    params: Any
+    opt_state: Any
+    step: Any
+    skipped: Any
+
+
+@dataclasses.dataclass(frozen=True)
+class Placement:
+    """Where a trainer's arrays lie.
+
+    Attributes:
+      state: ``TrainState`` of shardings.
+      rows: of a micro-batch's arrays [rows, length], over the data-parallel axes.
+      scalar: replicated.
+      shards: number of data-parallel shards.
+    """
+
+    state: TrainState
+    rows: NamedSharding
+    scalar: NamedSharding
+    shards: int
+
+
+class NonFiniteError(RuntimeError):
+    """Too many updates in a row had a gradient that is not finite."""
+
+
+def float32(tree: Any) -> Any:
+    """The tree with float32 leaves."""
+    return jax.tree.map(lambda leaf: leaf.astype(jnp.float32), tree)
+
+
+def make_optimizer(section: Any) -> optax.GradientTransformation:
+    """AdamW's direction (arXiv 1711.05101), before the learning rate, from the ``trainer`` or ``sft`` section of a configuration."""
+    return optax.chain(
+        optax.scale_by_adam(b1=section.adam_b1, b2=section.adam_b2, eps=getattr(section, "adam_epsilon", 1e-8)),
+        optax.add_decayed_weights(section.weight_decay),
+    )
+
+
+def new_state(optimizer: optax.GradientTransformation, params: Any) -> TrainState:
+    """The state before the first step."""
+    return TrainState(params=params, opt_state=optimizer.init(float32(params)), step=jnp.zeros((), jnp.int32), skipped=jnp.zeros((), jnp.int32))
+
+
+def place(model: ModelConfig, mesh: Mesh, optimizer: optax.GradientTransformation, params: Any) -> Placement:
+    """The shardings of a state whose parameters have the shapes of ``params``."""
+    shapes = jax.eval_shape(lambda p: new_state(optimizer, p), params)
+    scalar = NamedSharding(mesh, P())
+    of_params = named_shardings(mesh, param_specs(model), shapes.params)
+    of_optimizer = optax.tree_map_params(
+        optimizer, lambda _, sharding: sharding, shapes.opt_state, of_params, transform_non_params=lambda _: scalar
+    )
+    state = TrainState(params=of_params, opt_state=of_optimizer, step=scalar, skipped=scalar)
+    return Placement(state, NamedSharding(mesh, logical_to_mesh("batch", None)), scalar, mesh.shape["data"] * mesh.shape["fsdp"])
+
+
+def owned(params: Any, shardings: Any, dtype: Any) -> Any:
+    """A copy of the parameters, in place and of the trainer's type, that a later step may overwrite."""
+    placed = jax.device_put(params, shardings)
+    return jax.jit(lambda tree: jax.tree.map(lambda leaf: jnp.array(leaf, dtype=dtype, copy=True), tree), out_shardings=shardings)(placed)
+
+
+def abstract(tree: Any, shardings: Any) -> Any:
+    """Shapes, types and shardings of a tree, for a compilation or a checkpoint to restore."""
+    return jax.tree.map(lambda leaf, sharding: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding), tree, shardings)
+
+
+def update(
+    optimizer: optax.GradientTransformation, state: TrainState, gradients: Any, learning_rate: jax.Array, grad_clip: float
+) -> tuple[TrainState, jax.Array, jax.Array]:
+    """One optimizer update; ``step`` is left to the caller, as several updates may make one step.
+
+    Args:
+      optimizer: from ``make_optimizer``.
+      state: before.
+      gradients: float32, like the parameters.
+      learning_rate: float32 [].
+      grad_clip: global norm at which gradients are clipped.
+
+    Returns:
+      (state, global norm before clipping [], whether the update was applied [] bool).
+    """
+    norm = optax.global_norm(gradients)
+    finite = jnp.isfinite(norm)
+    scale = jnp.minimum(1.0, grad_clip / jnp.maximum(norm, 1e-12))
+    clipped = jax.tree.map(lambda g: jnp.where(finite, g * scale, 0.0), gradients)
+    direction, opt_state = optimizer.update(clipped, state.opt_state, float32(state.params))
+    params = jax.tree.map(lambda p, d: (p.astype(jnp.float32) - learning_rate * d).astype(p.dtype), state.params, direction)
+
+    def keep(new: Any, old: Any) -> Any:
+        return jax.tree.map(lambda a, b: jnp.where(finite, a, b), new, old)
+
+    return (
+        state.replace(params=keep(params, state.params), opt_state=keep(opt_state, state.opt_state), skipped=jnp.where(finite, 0, state.skipped + 1)),
+        norm,
+        finite,
+    )
