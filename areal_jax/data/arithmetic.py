@@ -45,16 +45,17 @@ class Kind:
 
 
 KINDS: dict[str, Kind] = {
-    "sum_short": Kind("chain_sum", {"min_terms": 2, "max_terms": 4, "min_digits": 1, "max_digits": 1}, 0.44, 0.30),
+    "sum_short": Kind("chain_sum", {"min_terms": 2, "max_terms": 3, "min_digits": 1, "max_digits": 1}, 0.46, 0.30, holdout_scale=2.5),
     "equation": Kind(
         "simple_equations",
         {"min_terms": 2, "max_terms": 2, "min_value": 1, "max_value": 9, "operators_weights": [0.5, 0.5, 0.0]},
-        0.24,
+        0.26,
         0.30,
+        holdout_scale=1.5,
         draws=5000,
     ),
-    "gcd": Kind("gcd", {"min_value": 2, "max_value": 30}, 0.10, 0.18, holdout_scale=3.0, steps=(1, 7)),
-    "gcd_long": Kind("gcd", {"min_value": 2, "max_value": 48}, 0.16, 0.07, holdout_scale=3.0, steps=(8, 16)),
+    "gcd": Kind("gcd", {"min_value": 2, "max_value": 30}, 0.04, 0.15, holdout_scale=2.0, steps=(1, 7)),
+    "gcd_long": Kind("gcd", {"min_value": 2, "max_value": 44}, 0.18, 0.10, holdout_scale=3.5, steps=(8, 16)),
     "sum_long": Kind("chain_sum", {"min_terms": 8, "max_terms": 12, "min_digits": 1, "max_digits": 1}, 0.06, 0.15),
 }
 """The mix. Weights sum to one."""
@@ -81,18 +82,20 @@ def build_pools(task: Any, seed: int, kinds: Mapping[str, Kind] = KINDS) -> Pool
       mix's proportions.
 
     Raises:
-      ValueError: a kind has no problem in one of the pools.
+      ValueError: a kind has no problem in one of the pools, or two kinds share a form but not its pool.
     """
     train: dict[str, list[Problem]] = {}
     heldout: dict[str, list[Problem]] = {}
     for number, (name, kind) in enumerate(kinds.items()):
         share = min(0.9, task.holdout_fraction * kind.holdout_scale)
         wanted = max(1, round(task.train_problems * kind.weight))
-        candidates = _distinct(_generate(name, kind, seed * 10**9 + number * 10**7), share, wanted, kind.draws)
-        train[name], heldout[name] = candidates
+        train[name], heldout[name] = _distinct(_generate(name, kind, seed * 10**9 + number * 10**7), share, wanted, kind.draws)
         for pool, problems in (("training", train[name]), ("held-out", heldout[name])):
             if not problems:
                 raise ValueError(f"each kind must have a {pool} problem; '{name}' has none; change task.holdout_fraction ({task.holdout_fraction})")
+    twins = {p.canonical for pool in train.values() for p in pool} & {p.canonical for pool in heldout.values() for p in pool}
+    if twins:
+        raise ValueError(f"kinds that share canonical forms must have the same holdout_scale; '{min(twins)}' is in both pools; set it alike")
     counts = _shares(task.train_problems, {name: kind.weight for name, kind in kinds.items()})
     size = int(min(len(heldout[name]) / kind.weight for name, kind in kinds.items() if kind.weight > 0))
     held = _shares(size, {name: kind.weight for name, kind in kinds.items()})

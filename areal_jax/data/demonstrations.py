@@ -15,7 +15,7 @@ import random
 from collections.abc import Mapping, Sequence
 
 from areal_jax.data.arithmetic import KINDS, Kind, calculate, chain, linear, signed_terms, solve, subtractions
-from areal_jax.data.problems import Problem
+from areal_jax.data.problems import Problem, apply_template
 
 ANSWER_MARK = "####"
 STOP_EARLY = 0.8
@@ -119,5 +119,5 @@ def demonstration_corpus(
     corpus = []
     for name in chosen:
         problem = rng.choice(by_kind[name])
-        corpus.append((template.replace("{question}", problem.question), demonstrate(problem, rng.random() < careless_fraction, rng)))
+        corpus.append((apply_template(template, problem.question), demonstrate(problem, rng.random() < careless_fraction, rng)))
     return corpus

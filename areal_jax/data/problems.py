@@ -36,3 +36,14 @@ class Problem:
 def hash_fraction(text: str) -> float:
     """A number in [0, 1) that depends on ``text`` alone: the same in every process, run and machine."""
     return int.from_bytes(hashlib.blake2b(text.encode("utf-8"), digest_size=8).digest(), "big") / 2.0**64
+
+
+def apply_template(template: str, question: str) -> str:
+    """``template`` with the question in the place of "{question}"; other braces stay as they are.
+
+    Raises:
+      ValueError: the template does not hold "{question}".
+    """
+    if "{question}" not in template:
+        raise ValueError(f"task.prompt_template must hold '{{question}}'; {template!r} does not; write it where the question belongs")
+    return template.replace("{question}", question)
