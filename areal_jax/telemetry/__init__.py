@@ -1,0 +1,1 @@
+"""What a run writes about itself: metrics, event journal, trace, live view."""
