@@ -126,6 +126,7 @@ FIELDS: dict[str, Any] = {
     "reward": {
         "workers": F(1, "verifier processes", minimum=1),
         "timeout_s": F(5.0, "hard limit of one check; the process is killed", above=0.0),
+        "verifier": F("areal_jax.rewards.verify:verify", "package.module:function that checks an answer"),
         "on_failure": F("zero", "a check that raises, hangs or dies: reward 0, or the group is dropped", choices=("zero", "drop")),
         "max_consecutive_failures": F(50, "so many failures in a row end the run with the last one's cause", minimum=1),
     },
