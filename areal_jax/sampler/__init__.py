@@ -1,0 +1,1 @@
+"""Sampling trajectories: a JetStream engine and the interruptible driver above it."""

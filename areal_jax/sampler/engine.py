@@ -1,0 +1,302 @@
+"""The sampler's engine: JetStream's ``Engine`` with weights as an argument of every dispatch.
+
+Invariants:
+* Stateless: the decode state goes in and comes out of every call (donated), so several drivers may share one engine's
+  compiled programs.
+* Shapes come from a declared set: cache lengths ``buckets``, prefill rows and lengths; ``warm_up`` compiles them all.
+* The state's sharding is pinned on the way out; parameters of another sharding, shape or type are refused by the
+  compiled programs, never converted.
+* Beyond JetStream 0.2.2: log-probs of tokens, several steps a dispatch, one prefix into many slots, slots freed
+  early, and the cache rebuilt under new weights.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from areal_jax.models.architecture import ModelConfig
+from areal_jax.models.attention import cached_attention, packed_attention
+from areal_jax.models.policy import bind, param_shapes
+from areal_jax.models.sharding import logical_to_mesh, named_shardings, param_specs
+from areal_jax.sampler import jetstream
+from areal_jax.sampler.sampling import request_keys, sample, uniforms
+from areal_jax.sampler.state import Chunk, DecodeState, Insertion, Prefix
+
+
+class SamplerEngine(jetstream.Engine):
+    """A JetStream engine over the policy.
+
+    Args:
+      model: architecture.
+      mesh: the sampler's mesh; slots are sharded over data and fsdp, heads over tensor.
+      slots: sequences decoded together.
+      max_length: longest sequence, prompt and response.
+      buckets: lengths at which the cache is allocated; those from ``max_length`` on are replaced by it.
+      steps: decode steps of a dispatch (K).
+      temperature, top_k, top_p: the sampling distribution.
+      seed: the run's seed, for requests that come through JetStream's own interface.
+      tokenizer: a ``models.tokenizer.Tokenizer``, for JetStream's own interface; may be None.
+      dtype: type of the parameters on the sampler.
+    """
+
+    def __init__(
+        self,
+        model: ModelConfig,
+        mesh: Mesh,
+        *,
+        slots: int,
+        max_length: int,
+        buckets: tuple[int, ...] = (),
+        steps: int = 8,
+        temperature: float = 1.0,
+        top_k: int = 0,
+        top_p: float = 1.0,
+        seed: int = 0,
+        tokenizer: Any = None,
+        dtype: str = "float32",
+    ):
+        self.model, self._mesh, self.steps, self.seed, self._tokenizer = model, mesh, steps, seed, tokenizer
+        self._slots, self.max_length = slots, max_length
+        self.buckets = (*(b for b in sorted(buckets) if b < max_length), max_length)
+        self._sampling = (temperature, top_k, top_p)
+        self.param_shardings = named_shardings(mesh, param_specs(model), param_shapes(model))
+        self.param_dtype = jnp.dtype(dtype)
+        slot_axes = logical_to_mesh("slots")[0]
+        tensor = "tensor" if model.kv_heads % mesh.shape["tensor"] == 0 else None
+        self._replicated = NamedSharding(mesh, P())
+        by_slot = NamedSharding(mesh, P(slot_axes))
+        cache = tuple(NamedSharding(mesh, P(slot_axes, tensor, None, None)) for _ in range(model.layers))
+        self.state_shardings = DecodeState(cache, cache, by_slot, by_slot, by_slot, by_slot, by_slot, NamedSharding(mesh, P(slot_axes, None)))
+        state, copy, params = self.state_shardings, self._replicated, self.param_shardings
+        self._generate_k = {
+            k: jax.jit(functools.partial(self._generate_body, steps=k), donate_argnums=1, in_shardings=(params, state), out_shardings=(state, copy))
+            for k in {1, steps}
+        }
+        self._enter = jax.jit(self._enter_body, donate_argnums=1, in_shardings=(params, state, copy, copy, copy), out_shardings=state)
+        self._rebuild = jax.jit(self._rebuild_body, donate_argnums=1, in_shardings=(params, state, copy), out_shardings=state)
+        self._resize = jax.jit(self._resize_body, static_argnums=1, out_shardings=state)
+        self._free = jax.jit(self._free_body, donate_argnums=0, in_shardings=(state, copy), out_shardings=state)
+        self._prefill_one = jax.jit(self._prefill_one_body, in_shardings=(params, copy, copy), out_shardings=copy)
+        self._insert_one = jax.jit(self._insert_one_body, donate_argnums=0, in_shardings=(state, copy, copy), out_shardings=state)
+
+    # What the driver calls.
+
+    def new_state(self, length: int | None = None) -> DecodeState:
+        """An empty decode state with a cache of ``length`` (the shortest bucket if None)."""
+        length = length or self.buckets[0]
+        m, s = self.model, self._slots
+        key = jnp.zeros((s, m.kv_heads, m.head_dim, length), m.dtype)
+        value = jnp.zeros((s, m.kv_heads, length, m.head_dim), m.dtype)
+
+        def zeros() -> jax.Array:
+            return jnp.zeros(s, jnp.int32)
+
+        state = DecodeState(
+            keys=tuple(key.copy() for _ in range(m.layers)),
+            values=tuple(value.copy() for _ in range(m.layers)),
+            tokens=zeros(),
+            positions=zeros(),
+            counts=zeros(),
+            limits=zeros(),
+            live=jnp.zeros(s, bool),
+            request_keys=jnp.zeros((s, 2), jnp.uint32),
+        )
+        return jax.device_put(state, self.state_shardings)
+
+    def bucket(self, length: int) -> int:
+        """The shortest cache length that holds ``length``."""
+        return next((b for b in self.buckets if b >= length), self.buckets[-1])
+
+    def generate_chunk(self, params: Any, state: DecodeState) -> tuple[DecodeState, Chunk]:
+        """Up to K decode steps; ends early when no slot is live."""
+        return self._generate_k[self.steps](params, state)
+
+    def enter(self, params: Any, state: DecodeState, sequences: np.ndarray, insertion: Insertion, seed: int) -> DecodeState:
+        """Prefills int32 sequences [rows, length] and puts requests over them into slots (one prefix into many slots)."""
+        return self._enter(params, state, sequences, insertion, np.uint32(seed))
+
+    def rebuild(self, params: Any, state: DecodeState, sequences: np.ndarray) -> DecodeState:
+        """The state with its cache recomputed under ``params`` from int32 sequences [slots, length]."""
+        return self._rebuild(params, state, sequences)
+
+    def resize(self, state: DecodeState, length: int) -> DecodeState:
+        """The state with a cache of another length."""
+        return state if state.length == length else self._resize(state, length)
+
+    def free_resource(self, state: DecodeState, slots: np.ndarray) -> DecodeState:
+        """The state with slots marked by bool [slots] not live any more."""
+        return self._free(state, slots)
+
+    # The programs.
+
+    def _generate_body(self, params: Any, state: DecodeState, *, steps: int) -> tuple[DecodeState, Chunk]:
+        policy = bind(self.model, params)
+        slots = jnp.arange(state.slots)
+        eos = jnp.asarray(self.model.eos_ids)
+        temperature, top_k, top_p = self._sampling
+
+        def decode(carry: tuple[Any, ...]) -> tuple[Any, ...]:
+            step, state, tokens, bits, valid = carry
+            keys, values = list(state.keys), list(state.values)
+
+            def attend(layer: int, query: jax.Array, key: jax.Array, value: jax.Array) -> jax.Array:
+                keys[layer] = keys[layer].at[slots, :, :, state.positions].set(key)
+                values[layer] = values[layer].at[slots, :, state.positions].set(value)
+                return cached_attention(query, keys[layer], values[layer], state.positions)
+
+            logits = policy.logits(policy.hidden(state.tokens, state.positions, attend))
+            token, logprob = sample(logits, uniforms(state.request_keys, state.counts), temperature, top_k, top_p)
+            live = state.live
+            counts = state.counts + live
+            ended = jnp.any(token[:, None] == eos[None, :], -1) | (counts >= state.limits)
+            state = state.replace(
+                keys=tuple(keys),
+                values=tuple(values),
+                tokens=jnp.where(live, token, state.tokens),
+                positions=jnp.minimum(state.positions + live, state.length - 1),
+                counts=counts,
+                live=live & ~ended,
+            )
+            column = (slots, jnp.full_like(slots, step))
+            tokens = tokens.at[column].set(jnp.where(live, token, self.model.pad_id))
+            bits = bits.at[column].set(jax.lax.bitcast_convert_type(jnp.where(live, logprob, 0.0), jnp.int32))
+            return step + 1, state, tokens, bits, valid + live
+
+        empty = jnp.zeros((state.slots, steps), jnp.int32)
+        carry = (jnp.int32(0), state, empty, empty, jnp.zeros(state.slots, jnp.int32))
+        _, state, tokens, bits, valid = jax.lax.while_loop(lambda c: (c[0] < steps) & jnp.any(c[1].live), decode, carry)
+        return state, Chunk(jnp.concatenate([tokens, bits, valid[:, None], state.live[:, None].astype(jnp.int32)], 1))
+
+    def _caches(self, params: Any, sequences: jax.Array) -> tuple[list[jax.Array], list[jax.Array]]:
+        """Keys and values of whole sequences [rows, length], in the cache's layout."""
+        policy = bind(self.model, params)
+        keys, values = [], []
+        segments = jnp.ones_like(sequences)
+
+        def attend(_: int, query: jax.Array, key: jax.Array, value: jax.Array) -> jax.Array:
+            keys.append(key.transpose(0, 2, 3, 1))
+            values.append(value.transpose(0, 2, 1, 3))
+            return packed_attention(query, key, value, segments)
+
+        policy.hidden(sequences, jnp.broadcast_to(jnp.arange(sequences.shape[1]), sequences.shape), attend)
+        return keys, values
+
+    def _enter_body(self, params: Any, state: DecodeState, sequences: jax.Array, new: Insertion, seed: jax.Array) -> DecodeState:
+        keys, values = self._caches(params, sequences)
+        length = sequences.shape[1]
+        return state.replace(
+            keys=tuple(c.at[new.slots, :, :, :length].set(k[new.rows], mode="drop") for c, k in zip(state.keys, keys, strict=True)),
+            values=tuple(c.at[new.slots, :, :length].set(v[new.rows], mode="drop") for c, v in zip(state.values, values, strict=True)),
+            tokens=state.tokens.at[new.slots].set(new.last_tokens, mode="drop"),
+            positions=state.positions.at[new.slots].set(new.positions, mode="drop"),
+            counts=state.counts.at[new.slots].set(new.counts, mode="drop"),
+            limits=state.limits.at[new.slots].set(new.limits, mode="drop"),
+            live=state.live.at[new.slots].set(True, mode="drop"),
+            request_keys=state.request_keys.at[new.slots].set(request_keys(seed, new.group_ids, new.sample_indices), mode="drop"),
+        )
+
+    def _rebuild_body(self, params: Any, state: DecodeState, sequences: jax.Array) -> DecodeState:
+        keys, values = self._caches(params, sequences)
+        length = sequences.shape[1]
+        return state.replace(
+            keys=tuple(c.at[:, :, :, :length].set(k) for c, k in zip(state.keys, keys, strict=True)),
+            values=tuple(c.at[:, :, :length].set(v) for c, v in zip(state.values, values, strict=True)),
+        )
+
+    def _resize_body(self, state: DecodeState, length: int) -> DecodeState:
+        def fit(cache: jax.Array, axis: int) -> jax.Array:
+            widths = [(0, max(0, length - cache.shape[axis])) if i == axis else (0, 0) for i in range(4)]
+            return jax.lax.slice_in_dim(jnp.pad(cache, widths), 0, length, axis=axis)
+
+        return state.replace(keys=tuple(fit(c, 3) for c in state.keys), values=tuple(fit(c, 2) for c in state.values))
+
+    def _free_body(self, state: DecodeState, slots: jax.Array) -> DecodeState:
+        return state.replace(live=state.live & ~slots)
+
+    def _prefill_one_body(self, params: Any, tokens: jax.Array, true_length: jax.Array) -> Prefix:
+        keys, values = self._caches(params, tokens[None])
+        return Prefix(tuple(keys), tuple(values), tokens[true_length - 1][None], true_length[None])
+
+    def _insert_one_body(self, state: DecodeState, prefix: Prefix, slot: jax.Array) -> DecodeState:
+        length = min(prefix.keys[0].shape[3], state.length)
+        one = jnp.ones(1, jnp.int32)
+        return state.replace(
+            keys=tuple(c.at[slot, :, :, :length].set(k[0, :, :, :length]) for c, k in zip(state.keys, prefix.keys, strict=True)),
+            values=tuple(c.at[slot, :, :length].set(v[0, :, :length]) for c, v in zip(state.values, prefix.values, strict=True)),
+            tokens=state.tokens.at[slot].set(prefix.last_token[0]),
+            positions=state.positions.at[slot].set(prefix.true_length[0] - 1),
+            counts=state.counts.at[slot].set(0),
+            limits=state.limits.at[slot].set(self.max_length - prefix.true_length[0]),
+            live=state.live.at[slot].set(True),
+            request_keys=state.request_keys.at[slot].set(request_keys(jnp.uint32(self.seed), 0 * one, 0 * one)[0]),
+        )
+
+    # JetStream's interface.
+
+    def prefill(self, *, params: Any, existing_prefix: Any = None, padded_tokens: jax.Array, true_length: int) -> Prefix:
+        """JetStream: keys and values of one prompt, int [length]."""
+        if existing_prefix is not None:
+            raise ValueError("existing_prefix must be None: this engine prefills whole prompts; pass all tokens as padded_tokens")
+        if not 1 <= true_length <= self.max_length - 1:
+            raise ValueError(f"a prompt must have 1 to {self.max_length - 1} tokens so that one can follow; got {true_length}")
+        tokens = np.asarray(padded_tokens, np.int32)[: self.max_length]
+        return self._prefill_one(params, tokens, np.int32(true_length))
+
+    def insert(self, prefix: Prefix, decode_state: DecodeState, slot: int) -> DecodeState:
+        """JetStream: puts a prefilled prompt into a slot."""
+        return self._insert_one(decode_state, prefix, np.int32(slot))
+
+    def generate(self, params: Any, decode_state: DecodeState) -> tuple[DecodeState, jetstream.ResultTokens]:
+        """JetStream: one decode step of all slots."""
+        state, chunk = self._generate_k[1](params, decode_state)
+        data = jnp.stack([chunk.data[:, 0], chunk.data[:, 2], state.counts], 1)
+        return state, jetstream.ResultTokens(data=data, tokens_idx=(0, 1), valid_idx=(1, 2), length_idx=(2, 3), samples_per_slot=1)
+
+    def init_decode_state(self, *args: Any, **kwargs: Any) -> DecodeState:
+        """JetStream: an empty state, with room for the longest sequence."""
+        return self.new_state(self.max_length)
+
+    def load_params(self, params: Any) -> Any:
+        """JetStream: parameters placed as this engine wants them."""
+        return jax.device_put(jax.tree.map(lambda leaf: leaf.astype(self.param_dtype), params), self.param_shardings)
+
+    def get_prefix_destination_sharding(self) -> Any:
+        """JetStream: where a prefix must lie before insert."""
+        return self._replicated
+
+    def get_tokenizer(self) -> jetstream.TokenizerParameters:
+        """JetStream: facts to build a tokenizer from."""
+        return jetstream.TokenizerParameters(path="", extra_ids=0)
+
+    def build_tokenizer(self, metadata: jetstream.TokenizerParameters) -> Any:
+        """JetStream: the engine's tokenizer behind JetStream's interface."""
+        from areal_jax.sampler.jetstream_tokenizer import JetStreamTokenizer
+
+        return JetStreamTokenizer(self._tokenizer)
+
+    @property
+    def max_concurrent_decodes(self) -> int:
+        return self._slots
+
+    @property
+    def samples_per_slot(self) -> int:
+        return 1
+
+    @property
+    def max_prefill_length(self) -> int:
+        return self.max_length - 1
+
+    @property
+    def mesh(self) -> Mesh:
+        return self._mesh
+
+    @property
+    def colocated_cpus(self) -> None:
+        return None
