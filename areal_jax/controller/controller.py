@@ -21,57 +21,18 @@ Units: versions in trainer steps, lengths in tokens, times in seconds.
 from __future__ import annotations
 
 import dataclasses
-from collections import Counter
 from collections.abc import Callable, Mapping
 from typing import Any
 
 import numpy as np
 
+from areal_jax.controller.answers import ControllerError, StalenessError, Waiting
 from areal_jax.controller.gate import StalenessGate
-from areal_jax.controller.groups import Group, Partial, Sample, version_runs
-from areal_jax.controller.ledger import LOST_ON_RESUME, STALE, Ledger, LedgerBalance
+from areal_jax.controller.groups import Group, Partial, Sample, check_aligned, version_runs
+from areal_jax.controller.ledger import STALE, LedgerBalance
 from areal_jax.controller.schedule import Candidate, Plan, plan_step
+from areal_jax.controller.state import ControllerState
 from areal_jax.types import GenerationRequest, Prompt, TrainingBatch, Trajectory
-
-SNAPSHOT_FORMAT = 1
-
-
-class ControllerError(RuntimeError):
-    """An event that cannot be: a caller broke the protocol. The text names the rule, the value and the remedy."""
-
-
-class StalenessError(ControllerError):
-    """A batch would train a token that is older than η."""
-
-
-@dataclasses.dataclass(frozen=True)
-class Waiting:
-    """No batch yet.
-
-    Attributes:
-      kind: 'batch': fewer than B groups are ready; 'due': B are ready, but training them would push an unready group past η.
-      missing: how many of ``group_ids`` have to become ready (or, for 'batch', groups that are still to be admitted).
-      group_ids: the unready groups waited for, oldest first.
-      lacks: for each of them, the sample indices that lack 'tokens' and those that lack a 'reward'.
-    """
-
-    kind: str
-    missing: int
-    group_ids: tuple[int, ...]
-    lacks: Mapping[int, Mapping[str, tuple[int, ...]]]
-
-    def describe(self) -> str:
-        """One sentence for a time-out's message."""
-        parts = [
-            f"group {g} lacks " + " and ".join(f"{what} of samples {list(samples)}" for what, samples in self.lacks[g].items() if samples)
-            for g in self.group_ids[:8]
-        ]
-        rest = len(self.group_ids) - 8
-        return (
-            f"waiting for {self.missing} {'due ' if self.kind == 'due' else ''}groups: "
-            + ("; ".join(parts) or "none is admitted")
-            + (f"; and {rest} more" if rest > 0 else "")
-        )
 
 
 class Controller:
@@ -113,15 +74,9 @@ class Controller:
         self.groups_per_step, self.group_size, self.max_new_tokens = groups_per_step, group_size, max_new_tokens
         self.max_staleness, self.on_overdue, self.total_steps = max_staleness, on_overdue, total_steps
         self._journal, self._clock = journal, clock
-        self._version = 0
-        self._active_version = 0
-        self._last_admitted = -1
-        self._admitted = 0
-        self._groups: dict[int, Group] = {}
+        self._state = ControllerState()
         self._dropped: dict[int, str] = {}
-        self._drop_counts: Counter[str] = Counter()
         self._to_cancel: list[tuple[int, int]] = []
-        self._ledger = Ledger()
         self._batch: TrainingBatch | None = None
 
     # What it knows
@@ -129,33 +84,33 @@ class Controller:
     @property
     def version(self) -> int:
         """i: the trainer's version, the steps done."""
-        return self._version
+        return self._state.version
 
     @property
     def active_version(self) -> int:
         """Version of the weights that the sampler runs."""
-        return self._active_version
+        return self._state.active_version
 
     @property
     def admitted(self) -> int:
         """Groups admitted since the start of the run, dropped ones included."""
-        return self._admitted
+        return self._state.admitted
 
     @property
     def submitted(self) -> int:
         """N_r: groups trained and outstanding; the lost and the dropped do not count."""
-        return self._version * self.groups_per_step + len(self._groups)
+        return self._state.version * self.groups_per_step + len(self._state.groups)
 
     def is_live(self, group_id: int) -> bool:
         """Whether a group is admitted and neither trained nor dropped."""
-        return group_id in self._groups
+        return group_id in self._state.groups
 
     # Events from the sampler
 
     def capacity(self) -> int:
         """Groups that may be admitted now (equation 3, with the version that will generate them: the sampler's)."""
-        running = sum(g.generating for g in self._groups.values())
-        return self.gate.capacity(version=self._active_version, submitted=self.submitted, running=running)
+        running = sum(g.generating for g in self._state.groups.values())
+        return self.gate.capacity(version=self._state.active_version, submitted=self.submitted, running=running)
 
     def admit(self, prompt: Prompt) -> list[GenerationRequest]:
         """Admits a prompt as a new group.
@@ -171,12 +126,14 @@ class Controller:
         """
         if self.capacity() < 1:
             raise ControllerError(f"a group may be admitted only while capacity() > 0; prompt {prompt.index} came at 0; ask capacity() first")
-        if prompt.index <= self._last_admitted:
-            raise ControllerError(f"prompt indices must rise; got {prompt.index} after {self._last_admitted}; take each prompt of the stream once, in order")
-        group = Group.new(prompt, self._active_version, self.group_size)
-        self._groups[prompt.index] = group
-        self._last_admitted = prompt.index
-        self._admitted += 1
+        if prompt.index <= self._state.last_admitted:
+            raise ControllerError(
+                f"prompt indices must rise; got {prompt.index} after {self._state.last_admitted}; take each prompt of the stream once, in order"
+            )
+        group = Group.new(prompt, self._state.active_version, self.group_size)
+        self._state.groups[prompt.index] = group
+        self._state.last_admitted = prompt.index
+        self._state.admitted += 1
         self._write("admit", group=prompt.index, problem=prompt.problem_id, version=group.version)
         return [group.request(i, self.max_new_tokens) for i in range(self.group_size)]
 
@@ -190,14 +147,14 @@ class Controller:
             raise ControllerError(f"a count of tokens must be at least 0; got {count} for sample {(group_id, sample_index)}")
         sample = self._sample(group_id, sample_index)
         if sample is None:
-            self._ledger.generated += count
-            self._ledger.drop(self._dropped[group_id], count)
+            self._state.ledger.generated += count
+            self._state.ledger.drop(self._dropped[group_id], count)
             return
-        group = self._groups[group_id]
+        group = self._state.groups[group_id]
         if sample.finished:
             raise ControllerError(f"a finished sample has no more tokens; {count} came for {(group_id, sample_index)}; report tokens before the finish")
         self._check_version(group, version)
-        self._ledger.generated += count
+        self._state.ledger.generated += count
         sample.generated += count
         if count and sample.first_version is None:
             sample.first_version = version
@@ -213,30 +170,18 @@ class Controller:
         sample = self._sample(*key)
         if sample is None:
             return
-        group, versions = self._groups[trajectory.group_id], trajectory.versions
+        group, versions = self._state.groups[trajectory.group_id], trajectory.versions
         if sample.finished:
             raise ControllerError(f"a sample finishes once; {key} came twice")
-        if not len(trajectory.tokens) == len(trajectory.behaviour_logprobs) == len(versions):
-            raise ControllerError(
-                f"each token has one log-prob and one version; sample {key} has {len(trajectory.tokens)} tokens, "
-                f"{len(trajectory.behaviour_logprobs)} log-probs, {len(versions)} versions"
-            )
+        check_aligned(trajectory)
         if len(versions):
-            if np.any(np.diff(versions) < 0):
-                raise ControllerError(f"versions within a sample never fall; sample {key} has {version_runs(versions)}")
             self._check_version(group, int(versions[0]))
             self._check_version(group, int(versions[-1]))
             sample.first_version = int(versions[0])
         sample.trajectory = dataclasses.replace(trajectory, reward=None, components={})
         sample.partial = None
-        self._write(
-            "finish",
-            group=key[0],
-            sample=key[1],
-            length=trajectory.length,
-            versions=version_runs(versions),
-            truncated=bool(trajectory.truncated),
-        )
+        facts = {"length": trajectory.length, "versions": version_runs(versions), "truncated": bool(trajectory.truncated)}
+        self._write("finish", group=key[0], sample=key[1], **facts)
         self._update_version(group)
 
     def weights_active(self, version: int) -> None:
@@ -245,12 +190,12 @@ class Controller:
         Raises:
           ControllerError: they are older than the ones before, or newer than the trainer's.
         """
-        if not self._active_version <= version <= self._version:
+        if not self._state.active_version <= version <= self._state.version:
             raise ControllerError(
-                f"the sampler's version rises up to the trainer's, from {self._active_version} to {self._version}; got {version}; "
+                f"the sampler's version rises up to the trainer's, from {self._state.active_version} to {self._state.version}; got {version}; "
                 "call batch_trained before the weights of that step are pushed"
             )
-        self._active_version = version
+        self._state.active_version = version
         self._write("version", version=version)
 
     # Events from the reward service
@@ -290,10 +235,10 @@ class Controller:
         group = self._live(group_id)
         if self._batch is not None and any(g.group_id == group_id for g in self._batch.groups):
             raise ControllerError(f"group {group_id} is in the batch of step {self._batch.step}, which is being trained; it cannot be dropped")
-        self._ledger.drop(reason, group.tokens)
-        del self._groups[group_id]
+        self._state.ledger.drop(reason, group.tokens)
+        del self._state.groups[group_id]
         self._dropped[group_id] = reason
-        self._drop_counts[reason] += 1
+        self._state.drop_counts[reason] += 1
         self._write("drop", group=group_id, reason=reason, tokens=group.tokens)
         return [(group_id, i) for i in group.unfinished()]
 
@@ -313,11 +258,11 @@ class Controller:
         """
         if self._batch is not None:
             raise ControllerError(f"one batch at a time; that of step {self._batch.step} is not trained yet; call batch_trained first")
-        if self.total_steps is not None and self._version >= self.total_steps:
+        if self.total_steps is not None and self._state.version >= self.total_steps:
             raise ControllerError(f"all {self.total_steps} steps are done; no batch is left")
         plan = self._plan()
         if len(plan.batch) < self.groups_per_step:
-            unready = sorted((g for g in self._groups.values() if not g.ready), key=lambda g: (g.version, g.group_id))
+            unready = sorted((g for g in self._state.groups.values() if not g.ready), key=lambda g: (g.version, g.group_id))
             return self._waiting("batch", self.groups_per_step - len(plan.batch), tuple(g.group_id for g in unready))
         if plan.missing and self.on_overdue == "wait":
             return self._waiting("due", plan.missing, plan.late)
@@ -325,7 +270,7 @@ class Controller:
             for group_id in plan.late[: plan.missing]:
                 self._to_cancel += self.drop_group(group_id, STALE)
             plan = self._plan()
-        batch = TrainingBatch(self._version, tuple(self._groups[g].complete() for g in plan.batch), min(plan.due, self.groups_per_step))
+        batch = TrainingBatch(self._state.version, tuple(self._state.groups[g].complete() for g in plan.batch), min(plan.due, self.groups_per_step))
         if self.max_staleness is not None and self.on_overdue != "keep":
             self._check_age(batch, self.max_staleness)
         self._batch = batch
@@ -343,51 +288,38 @@ class Controller:
             handed_out = "none" if self._batch is None else f"that of step {self._batch.step}"
             raise ControllerError(f"only the batch handed out last is trained, once; handed out: {handed_out}; got that of step {batch.step}")
         for group in batch.groups:
-            del self._groups[group.group_id]
-            self._ledger.trained += group.tokens
+            del self._state.groups[group.group_id]
+            self._state.ledger.trained += group.tokens
         self._batch = None
-        self._version += 1
-        self._write("trained", version=self._version)
+        self._state.version += 1
+        self._write("trained", version=self._state.version)
         self.check()
 
     # Accounts
 
     def ledger(self) -> LedgerBalance:
         """The account, in tokens: buffered are those of finished samples, in flight those of unfinished ones."""
-        samples = [s for g in self._groups.values() for s in g.samples]
-        buffered = sum(s.trajectory.length for s in samples if s.trajectory is not None)
-        return self._ledger.balance(buffered, sum(s.generated for s in samples if not s.finished))
+        return self._state.balance()
 
     def check(self) -> None:
         """Raises LedgerError, naming the numbers and the samples at fault, unless the ledger closes."""
-        wrong = [
-            f"sample {(g.group_id, i)}: {s.generated} tokens reported, {s.tokens} delivered"
-            for g in self._groups.values()
-            for i, s in enumerate(g.samples)
-            if s.tokens != s.generated
-        ]
-        self.ledger().check("; ".join(wrong[:4]))
+        self._state.check()
 
     def counts(self) -> dict[str, int | None]:
         """Flow and ledger metrics by their names in metrics.jsonl. ``drop/lost_on_resume`` counts samples, other drops count groups."""
-        balance, groups, batch_ids = self.ledger(), list(self._groups.values()), self._batch_ids()
+        balance, groups, batch_ids = self.ledger(), list(self._state.groups.values()), self._batch_ids()
         return {
             "buffer/depth": sum(g.ready and g.group_id not in batch_ids for g in groups),
             "buffer/capacity": None if self.max_staleness is None else (self.max_staleness + 1) * self.groups_per_step,
             "groups/in_flight": sum(not g.ready for g in groups),
             "groups/due": self._plan().due,
-            "ledger/generated": balance.generated,
-            "ledger/trained": balance.trained,
-            "ledger/dropped": balance.dropped,
-            "ledger/buffered": balance.buffered,
-            "ledger/in_flight": balance.in_flight,
-            "ledger/residual": balance.residual,
-            **{f"drop/{reason}": count for reason, count in sorted(self._drop_counts.items())},
+            **balance.metrics(),
+            **{f"drop/{reason}": count for reason, count in sorted(self._state.drop_counts.items())},
         }
 
     def dropped_tokens(self) -> dict[str, int]:
         """Dropped tokens by reason."""
-        return dict(self._ledger.dropped)
+        return dict(self._state.ledger.dropped)
 
     # Stop and resume
 
@@ -398,17 +330,7 @@ class Controller:
           partials: (group_id, sample_index) → (tokens, behaviour_logprobs, versions) so far, of the unfinished samples. Those of a sample
             that is missing, or longer ago than what was reported, are lost on resume and booked as such.
         """
-        return {
-            "format": SNAPSHOT_FORMAT,
-            "settings": self._settings(),
-            "version": self._version,
-            "active_version": self._active_version,
-            "last_admitted": self._last_admitted,
-            "admitted": self._admitted,
-            "ledger": self._ledger.to_dict(),
-            "drop_counts": dict(self._drop_counts),
-            "groups": [group.to_dict(partials) for group in self._groups.values()],
-        }
+        return {"settings": self._settings(), **self._state.to_dict(partials)}
 
     @classmethod
     def restore(cls, snapshot: Mapping[str, Any], **constructor: Any) -> Controller:
@@ -419,42 +341,26 @@ class Controller:
           **constructor: the arguments of ``Controller``.
 
         Raises:
-          ControllerError: the snapshot is of another format, or of a run with another B, G or η.
+          ControllerError: the snapshot is of a run with another B, G or η.
+          ValueError: it is of another format.
         """
         controller = cls(**constructor)
-        if snapshot.get("format") != SNAPSHOT_FORMAT:
-            raise ControllerError(
-                f"the controller's snapshot must have format {SNAPSHOT_FORMAT}; got {snapshot.get('format')}; resume with the version that wrote it"
-            )
+        state, lost_tokens = ControllerState.from_dict(snapshot)
         if snapshot["settings"] != controller._settings():
             raise ControllerError(f"a resumed run keeps its settings {snapshot['settings']}; got {controller._settings()}; resume with the saved configuration")
-        controller._version = snapshot["version"]
-        controller._active_version = snapshot["active_version"]
-        controller._last_admitted = snapshot["last_admitted"]
-        controller._admitted = snapshot["admitted"]
-        controller._ledger = Ledger.from_dict(snapshot["ledger"])
-        controller._drop_counts = Counter(snapshot["drop_counts"])
-        lost_tokens = 0
-        for state in snapshot["groups"]:
-            group, lost = Group.from_dict(state)
-            controller._groups[group.group_id] = group
-            lost_tokens += sum(lost)
-            controller._drop_counts[LOST_ON_RESUME] += sum(n > 0 for n in lost)
-        controller._drop_counts = +controller._drop_counts
-        if lost_tokens:
-            controller._ledger.drop(LOST_ON_RESUME, lost_tokens)
-        controller._write("resume", version=controller._version, groups=list(controller._groups), lost_tokens=lost_tokens)
+        controller._state = state
+        controller._write("resume", version=state.version, groups=list(state.groups), lost_tokens=lost_tokens)
         controller.check()
         return controller
 
     def pending_requests(self) -> list[GenerationRequest]:
         """Requests of the unfinished samples, with the tokens that a checkpoint held; oldest group first. For a restored controller."""
-        groups = sorted(self._groups.values(), key=lambda g: (g.version, g.group_id))
+        groups = sorted(self._state.groups.values(), key=lambda g: (g.version, g.group_id))
         return [group.request(i, self.max_new_tokens) for group in groups for i in group.unfinished()]
 
     def unrewarded(self) -> list[tuple[Prompt, Trajectory]]:
         """Finished samples whose reward is not known, with their prompts. For a restored controller."""
-        pairs = [(g.prompt, g.samples[i].trajectory) for g in self._groups.values() for i in g.unrewarded()]
+        pairs = [(g.prompt, g.samples[i].trajectory) for g in self._state.groups.values() for i in g.unrewarded()]
         return [(prompt, trajectory) for prompt, trajectory in pairs if trajectory is not None]
 
     # Inside
@@ -469,9 +375,9 @@ class Controller:
         self._journal({"event": event, "time": self._clock(), **facts})
 
     def _live(self, group_id: int) -> Group:
-        if group_id not in self._groups:
+        if group_id not in self._state.groups:
             raise ControllerError(f"group {group_id} is not outstanding: it was never admitted or is trained; events name live groups")
-        return self._groups[group_id]
+        return self._state.groups[group_id]
 
     def _sample(self, group_id: int, sample_index: int) -> Sample | None:
         """The live sample, or None if its group was dropped."""
@@ -483,9 +389,9 @@ class Controller:
         return group.samples[sample_index]
 
     def _check_version(self, group: Group, version: int) -> None:
-        if not group.version <= version <= self._version:
+        if not group.version <= version <= self._state.version:
             raise ControllerError(
-                f"tokens of group {group.group_id} have versions from {group.version}, its oldest, to {self._version}, the trainer's; got {version}; "
+                f"tokens of group {group.group_id} have versions from {group.version}, its oldest, to {self._state.version}, the trainer's; got {version}; "
                 "report weights_active when the weights go in, before anything they generate is admitted"
             )
 
@@ -494,11 +400,11 @@ class Controller:
             self._write("start", group=group.group_id, version=group.version)
 
     def _plan(self) -> Plan:
-        candidates = [Candidate(g.group_id, g.version, g.ready) for g in self._groups.values()]
-        return plan_step(candidates, step=self._version, groups_per_step=self.groups_per_step, max_staleness=self.max_staleness)
+        candidates = [Candidate(g.group_id, g.version, g.ready) for g in self._state.groups.values()]
+        return plan_step(candidates, step=self._state.version, groups_per_step=self.groups_per_step, max_staleness=self.max_staleness)
 
     def _waiting(self, kind: str, missing: int, group_ids: tuple[int, ...]) -> Waiting:
-        groups = [self._groups[g] for g in group_ids]
+        groups = [self._state.groups[g] for g in group_ids]
         return Waiting(kind, missing, group_ids, {g.group_id: {"tokens": tuple(g.unfinished()), "reward": tuple(g.unrewarded())} for g in groups})
 
     def _check_age(self, batch: TrainingBatch, max_staleness: int) -> None:

@@ -14,6 +14,7 @@ from typing import Any
 
 import numpy as np
 
+from areal_jax.controller.answers import ControllerError
 from areal_jax.types import GenerationRequest, Prompt, Trajectory, TrajectoryGroup
 
 Partial = tuple[np.ndarray, np.ndarray, np.ndarray]
@@ -50,6 +51,16 @@ def version_runs(versions: np.ndarray) -> list[list[int]]:
     starts = np.flatnonzero(np.diff(versions, prepend=np.int64(-1))) if len(versions) else np.zeros(0, np.int64)
     counts = np.diff(np.append(starts, len(versions)))
     return [[int(versions[s]), int(n)] for s, n in zip(starts, counts, strict=True)]
+
+
+def check_aligned(trajectory: Trajectory) -> None:
+    """Raises ControllerError unless each token has one log-prob and one version and versions never fall."""
+    key, versions = (trajectory.group_id, trajectory.sample_index), trajectory.versions
+    lengths = len(trajectory.tokens), len(trajectory.behaviour_logprobs), len(versions)
+    if len(set(lengths)) > 1:
+        raise ControllerError("each token has one log-prob and one version; sample {} has {} tokens, {} log-probs, {} versions".format(key, *lengths))
+    if np.any(np.diff(versions) < 0):
+        raise ControllerError(f"versions within a sample never fall; sample {key} has {version_runs(versions)} as [version, tokens]")
 
 
 @dataclasses.dataclass

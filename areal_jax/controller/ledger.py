@@ -70,6 +70,11 @@ class LedgerBalance:
         """Tokens that the account cannot place; must be 0."""
         return self.generated - self.trained - self.dropped - self.buffered - self.in_flight
 
+    def metrics(self) -> dict[str, int]:
+        """By their names in metrics.jsonl."""
+        values = {f.name: getattr(self, f.name) for f in dataclasses.fields(self)} | {"residual": self.residual}
+        return {f"ledger/{name}": value for name, value in values.items()}
+
     def check(self, detail: str = "") -> None:
         """Raises LedgerError, with the numbers, unless the residual is 0."""
         if self.residual:
