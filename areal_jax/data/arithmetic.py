@@ -32,7 +32,7 @@ class Kind:
       warmup_weight: share in the demonstrations.
       holdout_scale: factor on ``task.holdout_fraction``; above 1 where there are few canonical forms.
       steps: fewest and most steps of the careful solution.
-      draws: most entries taken from the generator.
+      draws: most entries taken from the generator, those with too few or too many steps included.
     """
 
     dataset: str
@@ -41,11 +41,11 @@ class Kind:
     warmup_weight: float
     holdout_scale: float = 1.0
     steps: tuple[int, int] = (1, 99)
-    draws: int = 20000
+    draws: int = 12000
 
 
 KINDS: dict[str, Kind] = {
-    "sum_short": Kind("chain_sum", {"min_terms": 2, "max_terms": 3, "min_digits": 1, "max_digits": 1}, 0.46, 0.30, holdout_scale=2.5),
+    "sum_short": Kind("chain_sum", {"min_terms": 2, "max_terms": 3, "min_digits": 1, "max_digits": 1}, 0.46, 0.30, holdout_scale=2.5, draws=15000),
     "equation": Kind(
         "simple_equations",
         {"min_terms": 2, "max_terms": 2, "min_value": 1, "max_value": 9, "operators_weights": [0.5, 0.5, 0.0]},
@@ -54,7 +54,7 @@ KINDS: dict[str, Kind] = {
         holdout_scale=1.5,
         draws=5000,
     ),
-    "gcd": Kind("gcd", {"min_value": 2, "max_value": 30}, 0.04, 0.15, holdout_scale=2.0, steps=(1, 7)),
+    "gcd": Kind("gcd", {"min_value": 2, "max_value": 30}, 0.04, 0.15, holdout_scale=2.0, steps=(1, 7), draws=6000),
     "gcd_long": Kind("gcd", {"min_value": 2, "max_value": 44}, 0.18, 0.10, holdout_scale=3.5, steps=(8, 16)),
     "sum_long": Kind("chain_sum", {"min_terms": 8, "max_terms": 12, "min_digits": 1, "max_digits": 1}, 0.06, 0.15),
 }
@@ -89,7 +89,7 @@ def build_pools(task: Any, seed: int, kinds: Mapping[str, Kind] = KINDS) -> Pool
     for number, (name, kind) in enumerate(kinds.items()):
         share = min(0.9, task.holdout_fraction * kind.holdout_scale)
         wanted = max(1, round(task.train_problems * kind.weight))
-        train[name], heldout[name] = _distinct(_generate(name, kind, seed * 10**9 + number * 10**7), share, wanted, kind.draws)
+        train[name], heldout[name] = _distinct(_generate(name, kind, seed * 10**9 + number * 10**7), share, wanted)
         for pool, problems in (("training", train[name]), ("held-out", heldout[name])):
             if not problems:
                 raise ValueError(f"each kind must have a {pool} problem; '{name}' has none; change task.holdout_fraction ({task.holdout_fraction})")
@@ -105,11 +105,11 @@ def build_pools(task: Any, seed: int, kinds: Mapping[str, Kind] = KINDS) -> Pool
     )
 
 
-def _distinct(problems: Iterable[Problem], share: float, wanted: int, draws: int) -> tuple[list[Problem], list[Problem]]:
+def _distinct(problems: Iterable[Problem], share: float, wanted: int) -> tuple[list[Problem], list[Problem]]:
     """Distinct questions for training until ``wanted`` are found, distinct forms for the held-out pool."""
     train: dict[str, Problem] = {}
     heldout: dict[str, Problem] = {}
-    for _, problem in zip(range(draws), problems, strict=False):
+    for problem in problems:
         if hash_fraction(problem.canonical) < share:
             heldout.setdefault(problem.canonical, problem)
         elif len(train) < wanted:
@@ -122,8 +122,8 @@ def _distinct(problems: Iterable[Problem], share: float, wanted: int, draws: int
 def _generate(name: str, kind: Kind, seed: int) -> Iterable[Problem]:
     import reasoning_gym  # takes seconds to import, and only generating needs it
 
-    dataset = reasoning_gym.create_dataset(kind.dataset, seed=seed, size=10**7, **kind.parameters)
-    for index in range(10**7):
+    dataset = reasoning_gym.create_dataset(kind.dataset, seed=seed, size=kind.draws, **kind.parameters)
+    for index in range(kind.draws):
         entry = dataset[index]
         facts = {k: v for k, v in entry["metadata"].items() if k != "difficulty"}
         entry = {"question": entry["question"], "answer": entry["answer"], "metadata": facts}

@@ -101,7 +101,7 @@ class PromptIterator(Iterator[Prompt]):
 
     def __init__(self, dataset: PromptDataset):
         self._dataset = dataset
-        # Read in the caller's thread: a prompt is ready in microseconds, and a prefetched one would be lost to the state.
+        # Read in the caller's thread: a prompt takes less than a millisecond, and threads would only add to what a resume has to wait for.
         self._iterator = iter(dataset.dataset.to_iter_dataset(grain.ReadOptions(num_threads=0, prefetch_buffer_size=0)))
 
     def __iter__(self) -> PromptIterator:
