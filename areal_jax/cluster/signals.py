@@ -58,6 +58,8 @@ class StopSignal:
         Raises:
           ValueError: not on the main thread.
         """
+        if threading.current_thread() is not threading.main_thread():
+            raise ValueError("StopSignal must be entered on the main thread: only there may a program set signal handlers")
         self._read_end, self._write_end = os.pipe()
         os.set_blocking(self._write_end, False)
         self._previous = {number: signal.signal(number, _ignored) for number in self._signals}

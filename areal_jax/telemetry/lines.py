@@ -142,3 +142,9 @@ class LineFile:
         """Flushes and closes; a second call does nothing."""
         with self._lock:
             self._stream.close()
+
+    def __enter__(self) -> LineFile:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()

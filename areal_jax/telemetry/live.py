@@ -103,6 +103,7 @@ class LiveView:
                 self._print_line()
 
     def _enter_stage(self, name: str, total_steps: int) -> None:
+        self._values.pop("loss", None)  # of the stage before
         self._stage, self._total, self._step = name, total_steps, 0
         self._stage_started = self._clock()
         self._steps_at: collections.deque[tuple[float, int]] = collections.deque(maxlen=RATE_STEPS + 1)
