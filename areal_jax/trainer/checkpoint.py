@@ -73,18 +73,18 @@ class Checkpointer:
         """
         meta = json.loads(json.dumps(dict(meta)))
         self.wait()
-        if step in self._manager.all_steps():
+        if step in self.steps():
             return False
         with self._named(f"save the checkpoint of step {step}"):
             return self._manager.save(step, args=ocp.args.Composite(**{STATE: ocp.args.StandardSave(state), META: ocp.args.JsonSave(meta)}), force=True)
 
     def latest(self) -> int | None:
         """Step of the newest whole checkpoint; None when there is none."""
-        return self._manager.latest_step()
+        return max(self.steps(), default=None)
 
     def steps(self) -> list[int]:
-        """Steps of all whole checkpoints, rising."""
-        return sorted(self._manager.all_steps())
+        """Steps of all whole checkpoints on the disk, rising; one that is being written is not among them."""
+        return sorted(ocp.utils.checkpoint_steps(self.directory))
 
     def restore(self, step: int, abstract: Any) -> tuple[Any, dict[str, Any]]:
         """Reads a checkpoint.
@@ -99,7 +99,7 @@ class Checkpointer:
         Raises:
           CheckpointError: there is no such checkpoint, it cannot be read, or it holds other names, shapes or types.
         """
-        if step not in self._manager.all_steps():
+        if step not in self.steps():
             raise CheckpointError(f"'{self.directory}' must hold a checkpoint of step {step}; it holds {self.steps() or 'none'}; resume from one of these")
         self._check_like(step, abstract)
         with self._named(f"restore the checkpoint of step {step}"):
@@ -125,9 +125,13 @@ class Checkpointer:
                     "the previous one is whole; look at the disk, or allow more time"
                 )
             time.sleep(0.005)
-        with self._named("write a checkpoint"):
-            self._manager.wait_until_finished()
-            self._manager.check_for_errors()
+        try:
+            with self._named("write a checkpoint"):
+                self._manager.wait_until_finished()
+                self._manager.check_for_errors()
+        except CheckpointError:
+            self._manager.reload()  # it has counted the failed one already, and the one that would have made way for it as gone
+            raise
 
     def close(self) -> None:
         """Ends the writing and frees the threads.
