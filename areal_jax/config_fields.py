@@ -115,6 +115,8 @@ FIELDS: dict[str, Any] = {
         "clip_epsilon_high": F(None, "upper ε; None: the same", kind=float, above=0.0, optional=True),
         "dual_clip": F(None, "bound c > 1 on the loss where the advantage is negative; None: off", kind=float, above=1.0, optional=True),
         "importance_weight_cap": F(None, "cap of π_prox/π_behav; None: applied uncapped", kind=float, above=0.0, optional=True),
+        "importance_weight_floor": F(None, "floor of π_prox/π_behav; None: none", kind=float, above=0.0, optional=True),
+        "importance_weight_level": F("token", "a token's own weight, or the geometric mean over its sequence", choices=("token", "sequence")),
         "importance_weight_mode": F("truncate", "what the cap does: truncate the weight or mask the token", choices=("truncate", "mask")),
         "gamma": F(1.0, "discount", minimum=0.0, maximum=1.0),
         "gae_lambda": F(1.0, "λ of GAE", minimum=0.0, maximum=1.0),

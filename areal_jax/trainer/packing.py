@@ -113,8 +113,8 @@ def allocate(lengths: Sequence[int] | np.ndarray, capacity: int, k_min: int = 1)
     return bins
 
 
-def row_counts(rows: int, shards: int, most: int = 3) -> tuple[int, ...]:
-    """The static row counts of micro-batches, largest first: ``rows`` and its halves that the data-parallel ``shards`` divide.
+def row_counts(rows: int, shards: int, most: int = 2) -> tuple[int, ...]:
+    """The static row counts of micro-batches, largest first: ``rows`` and its halves that the data-parallel ``shards`` divide, at most ``most``.
 
     Raises:
       ValueError: ``rows`` is not a multiple of ``shards``.

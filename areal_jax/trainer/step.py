@@ -101,6 +101,38 @@ def abstract(tree: Any, shardings: Any) -> Any:
     return jax.tree.map(lambda leaf, sharding: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding), tree, shardings)
 
 
+class StateHolder:
+    """What every trainer offers of its state to checkpoints and to the weight push.
+
+    Attributes:
+      state: the train state; a step replaces it and reuses its buffers.
+      version: training steps done.
+    """
+
+    def __init__(self, model: ModelConfig, mesh: Mesh, section: Any, params: Any, param_dtype: str):
+        """Copies ``params`` into a new state; ``section`` is ``trainer`` or ``sft`` of a configuration."""
+        self.model = model
+        self.optimizer = make_optimizer(section)
+        self.placement = place(model, mesh, self.optimizer, jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, param_dtype), params))
+        own = owned(params, self.placement.state.params, param_dtype)
+        self.state: TrainState = jax.jit(lambda p: new_state(self.optimizer, p), out_shardings=self.placement.state, donate_argnums=0)(own)
+        self.version = 0
+
+    @property
+    def params(self) -> Any:
+        """The parameters, until the next step."""
+        return self.state.params
+
+    def abstract_state(self) -> TrainState:
+        """Shapes, types and shardings of the state, for a checkpoint to restore into."""
+        return abstract(self.state, self.placement.state)
+
+    def load_state(self, state: TrainState) -> None:
+        """Goes on from a restored state."""
+        self.state = jax.device_put(state, self.placement.state)
+        self.version = int(jax.device_get(state.step))
+
+
 def update(
     optimizer: optax.GradientTransformation, state: TrainState, gradients: Any, learning_rate: jax.Array, grad_clip: float
 ) -> tuple[TrainState, jax.Array, jax.Array]:

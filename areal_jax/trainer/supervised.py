@@ -19,7 +19,7 @@ from jax.sharding import Mesh
 from areal_jax.models.architecture import ModelConfig
 from areal_jax.models.policy import packed_logprobs
 from areal_jax.trainer.packing import MicroBatch, PackedSequence, pack_rows, take_rows
-from areal_jax.trainer.step import TrainState, abstract, make_optimizer, new_state, owned, place, update
+from areal_jax.trainer.step import StateHolder, TrainState, update
 
 CHUNK = 1024
 """Demonstrations that are packed together."""
@@ -75,12 +75,8 @@ def learning_rate(section: Any, step: int) -> float:
     return section.learning_rate * warm * (1.0 - past * (1.0 - section.final_fraction))
 
 
-class SupervisedTrainer:
-    """Trains on packed demonstrations over the data-parallel shards of any mesh.
-
-    Attributes:
-      state: the train state; a step replaces it and reuses its buffers.
-    """
+class SupervisedTrainer(StateHolder):
+    """Trains on packed demonstrations over the data-parallel shards of any mesh."""
 
     def __init__(self, section: Any, model: ModelConfig, mesh: Mesh, params: Any, corpus: MicroBatch, seed: int, param_dtype: str = "float32"):
         """Puts the state in place and compiles the step.
@@ -94,13 +90,9 @@ class SupervisedTrainer:
           seed: of the order of rows.
           param_dtype: type of the parameters.
         """
-        self.section, self.model, self.corpus, self.seed = section, model, corpus, seed
-        self._optimizer = make_optimizer(section)
-        self._placement = place(model, mesh, self._optimizer, params)
-        own = owned(params, self._placement.state.params, param_dtype)
-        self.state: TrainState = jax.jit(lambda p: new_state(self._optimizer, p), out_shardings=self._placement.state, donate_argnums=0)(own)
-        self._rows = -(-section.rows // self._placement.shards) * self._placement.shards
-        self._host_step = 0
+        super().__init__(model, mesh, section, params, param_dtype)
+        self.section, self.corpus, self.seed = section, corpus, seed
+        self._rows = -(-section.rows // self.placement.shards) * self.placement.shards
         self._compile()
 
     def _compile(self) -> None:
@@ -113,11 +105,11 @@ class SupervisedTrainer:
 
             value, gradients = jax.value_and_grad(loss)(state.params)
             gradients = jax.tree.map(lambda g: g.astype(jnp.float32), gradients)
-            state, norm, finite = update(self._optimizer, state, gradients, rate, self.section.grad_clip)
+            state, norm, finite = update(self.optimizer, state, gradients, rate, self.section.grad_clip)
             metrics = {"loss": value, "grad_norm": norm, "skipped": 1.0 - finite, "tokens": tokens}
             return state.replace(step=state.step + 1), metrics
 
-        here = self._placement
+        here = self.placement
         rows = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct((self._rows, leaf.shape[1]), leaf.dtype, sharding=here.rows), self.corpus)
         scalars = dict.fromkeys(("loss", "grad_norm", "skipped", "tokens"), here.scalar)
         self._train = (
@@ -126,25 +118,6 @@ class SupervisedTrainer:
             .compile()
         )
 
-    @property
-    def params(self) -> Any:
-        """The parameters, until the next step."""
-        return self.state.params
-
-    @property
-    def step_count(self) -> int:
-        """Steps done."""
-        return self._host_step
-
-    def abstract_state(self) -> TrainState:
-        """Shapes, types and shardings of the state, for a checkpoint to restore into."""
-        return abstract(self.state, self._placement.state)
-
-    def load_state(self, state: TrainState) -> None:
-        """Goes on from a restored state."""
-        self.state = state
-        self._host_step = int(jax.device_get(state.step))
-
     def step(self) -> dict[str, jax.Array]:
         """One step on the next rows.
 
@@ -152,9 +125,9 @@ class SupervisedTrainer:
           Scalars on the device: ``loss`` (mean over response tokens, nats), ``grad_norm``, ``skipped`` (1: gradient not finite), ``tokens``.
           Reading one waits for the step; leave them unread to run ahead.
         """
-        chosen = rows_of_step(self._host_step, self.corpus.tokens.shape[0], self.section.rows, self.seed)
-        batch = jax.device_put(take_rows(self.corpus, chosen, self._rows), self._placement.rows)
-        rate = jax.device_put(np.float32(learning_rate(self.section, self._host_step)), self._placement.scalar)
+        chosen = rows_of_step(self.version, self.corpus.tokens.shape[0], self.section.rows, self.seed)
+        batch = jax.device_put(take_rows(self.corpus, chosen, self._rows), self.placement.rows)
+        rate = jax.device_put(np.float32(learning_rate(self.section, self.version)), self.placement.scalar)
         self.state, metrics = self._train(self.state, batch, rate)
-        self._host_step += 1
+        self.version += 1
         return metrics
