@@ -1,0 +1,168 @@
+"""Export and import against a second reading of the layout: the families' forward pass from the stored tensors, in numpy float64."""
+
+import dataclasses
+import importlib.util
+import json
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import AxisType, Mesh
+from safetensors.numpy import load_file, save_file
+
+from areal_jax.models.architecture import ModelConfig
+from areal_jax.models.export import PolicyFilesError, export_policy, load_policy
+from areal_jax.models.policy import init_params, packed_logits
+from areal_jax.models.sharding import named_shardings, param_specs
+from areal_jax.models.tokenizer import embedded_tokenizer, load_tokenizer
+
+TOKENIZER = embedded_tokenizer()
+
+
+def policy(family="qwen2", **changes):
+    model = ModelConfig(family, TOKENIZER.vocab_size, layers=2, hidden_size=24, heads=4, kv_heads=2, head_dim=8, mlp_size=40, rope_theta=500.0, **changes)
+    params = init_params(model, jax.random.key(2))
+    leaves, structure = jax.tree.flatten(params)
+    noise = [leaf + 0.3 * jax.random.normal(key, leaf.shape) for leaf, key in zip(leaves, jax.random.split(jax.random.key(5), len(leaves)), strict=True)]
+    return model, jax.tree.unflatten(structure, noise)
+
+
+def reference_logits(directory, tokens):
+    """Qwen2, Qwen3 and Llama as published: y = x Wᵀ + b, RMSNorm, rotary halves, grouped queries, SwiGLU."""
+    config = json.loads((directory / "config.json").read_text())
+    w = {name: array.astype(np.float64) for name, array in load_file(directory / "model.safetensors").items()}
+    size, heads, groups = config["head_dim"], config["num_attention_heads"], config["num_key_value_heads"]
+    length = len(tokens)
+
+    def norm(x, name):
+        return x / np.sqrt((x**2).mean(-1, keepdims=True) + config["rms_norm_eps"]) * w[name]
+
+    def linear(x, name):
+        return x @ w[name + ".weight"].T + w.get(name + ".bias", 0.0)
+
+    angle = np.outer(np.arange(length), config["rope_theta"] ** (-np.arange(0, size, 2) / size))
+
+    def turn(x):
+        one, two = x[..., : size // 2], x[..., size // 2 :]
+        cos, sin = np.cos(angle)[:, None], np.sin(angle)[:, None]
+        return np.concatenate([one * cos - two * sin, two * cos + one * sin], -1)
+
+    x = w["model.embed_tokens.weight"][tokens]
+    for layer in range(config["num_hidden_layers"]):
+        at = f"model.layers.{layer}."
+        y = norm(x, at + "input_layernorm.weight")
+        q, k, v = (linear(y, f"{at}self_attn.{n}_proj").reshape(length, -1, size) for n in "qkv")
+        if at + "self_attn.q_norm.weight" in w:
+            q, k = norm(q, at + "self_attn.q_norm.weight"), norm(k, at + "self_attn.k_norm.weight")
+        q, k = turn(q), turn(k)
+        out = np.zeros((length, heads, size))
+        for head in range(heads):
+            scores = q[:, head] @ k[:, head * groups // heads].T / np.sqrt(size)
+            scores[np.triu_indices(length, 1)] = -np.inf
+            weights = np.exp(scores - scores.max(-1, keepdims=True))
+            out[:, head] = weights / weights.sum(-1, keepdims=True) @ v[:, head * groups // heads]
+        x = x + linear(out.reshape(length, -1), at + "self_attn.o_proj")
+        y = norm(x, at + "post_attention_layernorm.weight")
+        gate = linear(y, at + "mlp.gate_proj")
+        x = x + linear(gate / (1 + np.exp(-gate)) * linear(y, at + "mlp.up_proj"), at + "mlp.down_proj")
+    return norm(x, "model.norm.weight") @ w.get("lm_head.weight", w["model.embed_tokens.weight"]).T
+
+
+def our_logits(model, params, tokens):
+    row = jnp.asarray(tokens)[None]
+    return np.asarray(packed_logits(model, params, row, jnp.arange(row.shape[1])[None], jnp.ones_like(row)))[0]
+
+
+TOKENS = np.random.default_rng(0).integers(0, TOKENIZER.vocab_size, 13)
+
+
+@pytest.mark.parametrize("tied", [False, True], ids=["head", "tied"])
+@pytest.mark.parametrize("family", ["qwen2", "qwen3", "llama"])
+def test_stored_tensors_are_the_family_s(tmp_path, family, tied):
+    model, params = policy(family, tie_embeddings=tied)
+    export_policy(tmp_path / "policy", model, params, TOKENIZER)
+    np.testing.assert_allclose(our_logits(model, params, TOKENS), reference_logits(tmp_path / "policy", TOKENS), atol=2e-4, rtol=2e-4)
+    loaded, again = load_policy(tmp_path / "policy")
+    assert loaded == model
+    jax.tree.map(np.testing.assert_array_equal, again, jax.tree.map(np.asarray, params))
+    config = json.loads((tmp_path / "policy" / "config.json").read_text())
+    assert config["architectures"] == [{"qwen2": "Qwen2", "qwen3": "Qwen3", "llama": "Llama"}[family] + "ForCausalLM"]
+    assert json.loads((tmp_path / "policy" / "generation_config.json").read_text())["eos_token_id"] == [1]
+    assert load_tokenizer(tmp_path / "policy").eos_ids == TOKENIZER.eos_ids
+
+
+@pytest.mark.skipif(not (importlib.util.find_spec("transformers") and importlib.util.find_spec("torch")), reason="transformers with torch is not installed")
+@pytest.mark.parametrize("family", ["qwen2", "qwen3", "llama"])
+def test_transformers_reads_it(tmp_path, family):
+    import torch
+    import transformers
+
+    model, params = policy(family)
+    export_policy(tmp_path, model, params, TOKENIZER)
+    theirs, report = transformers.AutoModelForCausalLM.from_pretrained(tmp_path, output_loading_info=True)
+    assert not any(report.get(name) for name in ("missing_keys", "unexpected_keys", "mismatched_keys"))
+    with torch.no_grad():
+        logits = theirs.float()(torch.tensor(TOKENS)[None]).logits[0].numpy()
+    np.testing.assert_allclose(our_logits(model, params, TOKENS), logits, atol=2e-4, rtol=2e-4)
+    tokenizer = transformers.AutoTokenizer.from_pretrained(tmp_path)
+    assert tokenizer("Compute 3 + 4")["input_ids"] == TOKENIZER.encode("Compute 3 + 4").tolist()
+
+
+def test_shards_meshes_types_and_replacement(tmp_path):
+    model, params = policy(dtype="bfloat16", eos_ids=(1, 5))
+    mesh = Mesh(np.array(jax.devices()[:4]).reshape(1, 2, 2), ("data", "fsdp", "tensor"), axis_types=(AxisType.Auto,) * 3)
+    low = jax.tree.map(lambda leaf: leaf.astype(jnp.bfloat16), params)
+    export_policy(tmp_path / "policy", model, params, TOKENIZER)
+    export_policy(
+        tmp_path / "policy", model, jax.device_put(low, named_shardings(mesh, param_specs(model), low)), TOKENIZER, {"temperature": 0.6}, shard_bytes=4000
+    )
+    assert [p.name for p in tmp_path.iterdir()] == ["policy"]
+    assert len(list((tmp_path / "policy").glob("*.safetensors"))) > 2 and not (tmp_path / "policy" / "model.safetensors").exists()
+    assert json.loads((tmp_path / "policy" / "generation_config.json").read_text())["temperature"] == 0.6
+    loaded, again = load_policy(tmp_path / "policy", param_dtype="bfloat16")
+    assert loaded == model
+    for x, y in zip(jax.tree.leaves(again), jax.tree.leaves(low), strict=True):
+        assert x.dtype == y.dtype
+        np.testing.assert_array_equal(x, np.asarray(y))
+    assert load_policy(tmp_path / "policy", dtype="float32")[0] == dataclasses.replace(model, dtype="float32")
+
+
+def test_what_is_not_ours_is_refused(tmp_path):
+    model, params = policy()
+    export_policy(tmp_path, model, params, TOKENIZER)
+    config = json.loads((tmp_path / "config.json").read_text())
+
+    def refused(changes, match):
+        (tmp_path / "config.json").write_text(json.dumps(config | changes))
+        with pytest.raises(PolicyFilesError, match=match):
+            load_policy(tmp_path)
+
+    refused({"architectures": ["MistralForCausalLM"]}, "MistralForCausalLM")
+    refused({"rope_scaling": {"rope_type": "llama3", "factor": 8.0}}, "rope_type")
+    refused({"use_sliding_window": True}, "use_sliding_window")
+    refused({"hidden_act": "gelu"}, "hidden_act")
+    refused({"quantization_config": {}}, "quantised")
+    refused({"intermediate_size": 41}, r"mlp/down/kernel.*\(41, 24\); got \(40, 24\)")
+    refused({"num_hidden_layers": 3}, "layers/layer_2/attention/key/bias.*got nothing")
+    refused({"num_hidden_layers": 1}, r"holds 'model\.layers\.1\.")
+    refused({"architectures": ["LlamaForCausalLM"]}, "_proj.bias")
+    refused({"torch_dtype": "float16", "compute_dtype": None}, "float16")
+    (tmp_path / "config.json").write_text(json.dumps(config | {"rope_theta": None, "rope_parameters": {"rope_type": "default", "rope_theta": 500.0}}))
+    assert load_policy(tmp_path)[0] == model
+    tensors = load_file(tmp_path / "model.safetensors")
+    save_file(tensors | {"model.layers.0.self_attn.rotary_emb.inv_freq": np.ones(4, np.float32)}, tmp_path / "model.safetensors")
+    load_policy(tmp_path)
+    (tmp_path / "model.safetensors").unlink()
+    with pytest.raises(PolicyFilesError, match="there are none"):
+        load_policy(tmp_path)
+
+
+def test_export_of_foreign_parameters_is_refused_and_leaves_the_old(tmp_path):
+    model, params = policy()
+    export_policy(tmp_path / "policy", model, params, TOKENIZER)
+    with pytest.raises(PolicyFilesError, match="final_norm/scale"):
+        export_policy(tmp_path / "policy", model, params | {"final_norm": {"scale": jnp.ones(3)}}, TOKENIZER)
+    with pytest.raises(ValueError, match="vocabulary of 5"):
+        export_policy(tmp_path / "policy", dataclasses.replace(model, vocab_size=5), params, TOKENIZER)
+    assert load_policy(tmp_path / "policy")[0] == model
