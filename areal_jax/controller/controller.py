@@ -358,6 +358,11 @@ class Controller:
         groups = sorted(self._state.groups.values(), key=lambda g: (g.version, g.group_id))
         return [group.request(i, self.max_new_tokens) for group in groups for i in group.unfinished()]
 
+    def prompt_of(self, group_id: int) -> Prompt | None:
+        """The prompt of an outstanding group; None when it was trained or dropped meanwhile."""
+        group = self._state.groups.get(group_id)
+        return None if group is None else group.prompt
+
     def unrewarded(self) -> list[tuple[Prompt, Trajectory]]:
         """Finished samples whose reward is not known, with their prompts. For a restored controller."""
         pairs = [(g.prompt, g.samples[i].trajectory) for g in self._state.groups.values() for i in g.unrewarded()]

@@ -168,8 +168,9 @@ class Group:
                 state |= {"truncated": bool(t.truncated), "reward": t.reward, "components": dict(t.components), "finished": True}
             else:
                 partial = partials.get((self.group_id, index), sample.partial)
-                if partial is not None:
-                    state |= partial_to_dict((partial[0][: sample.generated], partial[1][: sample.generated], partial[2][: sample.generated]))
+                if partial is not None and min(sample.generated, len(partial[0])):
+                    tokens, logprobs, versions = (array[: sample.generated] for array in partial)
+                    state |= partial_to_dict((tokens, logprobs, versions))
             samples.append(state)
         return {"prompt": prompt_to_dict(self.prompt), "admitted_version": self.admitted_version, "version": self.version, "samples": samples}
 

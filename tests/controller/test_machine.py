@@ -1,0 +1,257 @@
+"""The controller's invariants over schedules that hypothesis invents, and proof that the same machine catches broken controllers."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import random
+
+import pytest
+from controller_world import Setup, World, random_event
+from hypothesis import HealthCheck, Phase, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule, run_state_machine_as_test
+
+from areal_jax.controller import Controller, ControllerError, LedgerError
+from areal_jax.controller.groups import Group
+from areal_jax.types import TrainingBatch
+
+PICK = st.integers(0, 10**6)
+
+
+class Machine(RuleBasedStateMachine):
+    controller_class: type[Controller] = Controller
+
+    @initialize(
+        setup=st.builds(
+            Setup,
+            groups_per_step=st.integers(1, 4),
+            group_size=st.integers(1, 3),
+            max_staleness=st.sampled_from([0, 1, 2, 4, None]),
+            on_overdue=st.sampled_from(["wait", "wait", "drop", "keep"]),
+            max_concurrent_groups=st.sampled_from([None, None, 4]),
+            total_steps=st.sampled_from([None, None, 3]),
+        )
+    )
+    def start(self, setup: Setup) -> None:
+        self.world = World(setup, self.controller_class)
+
+    @rule(count=st.sampled_from([1, 2, 20]))
+    def admit(self, count: int) -> None:
+        self.world.admit(count)
+
+    @precondition(lambda self: self.world.unfinished())
+    @rule(pick=PICK, count=st.integers(1, 3))
+    def generate(self, pick: int, count: int) -> None:
+        keys = self.world.unfinished()
+        self.world.generate(*keys[pick % len(keys)], count)
+
+    @precondition(lambda self: self.world.unfinished())
+    @rule(pick=PICK)
+    def finish(self, pick: int) -> None:
+        keys = self.world.unfinished()
+        self.world.finish(*keys[pick % len(keys)])
+
+    @precondition(lambda self: self.world.unrewarded())
+    @rule(pick=PICK)
+    def reward(self, pick: int) -> None:
+        keys = self.world.unrewarded()
+        self.world.reward(*keys[pick % len(keys)])
+
+    @precondition(lambda self: self.world.live)
+    @rule(pick=PICK)
+    def complete(self, pick: int) -> None:
+        groups = sorted(self.world.live, reverse=True)
+        self.world.complete(groups[pick % len(groups)])
+
+    @precondition(lambda self: self.world.live)
+    @rule(pick=PICK)
+    def drop(self, pick: int) -> None:
+        groups = list(self.world.live)
+        self.world.drop(groups[pick % len(groups)])
+
+    @precondition(lambda self: self.world.dropped)
+    @rule(pick=PICK)
+    def late_event(self, pick: int) -> None:
+        groups = list(self.world.dropped)
+        self.world.generate(groups[pick % len(groups)], 0, 2)
+
+    @rule(pick=PICK)
+    def push(self, pick: int) -> None:
+        self.world.push(self.world.version - pick % (self.world.version - self.world.active + 1))
+
+    @precondition(lambda self: not self.world.done)
+    @rule()
+    def train(self) -> None:
+        self.world.train()
+
+    @rule(lose=st.sets(PICK, max_size=2))
+    def restart(self, lose: set[int]) -> None:
+        keys = self.world.unfinished()
+        self.world.restart({keys[pick % len(keys)] for pick in lose} if keys else set())
+
+    @rule()
+    def drain(self) -> None:
+        self.world.drain()
+
+
+QUICK = {"deadline": None, "derandomize": True, "database": None, "suppress_health_check": list(HealthCheck)}
+
+
+def test_invariants_hold_over_invented_schedules():
+    run_state_machine_as_test(Machine, settings=settings(max_examples=60, stateful_step_count=50, **QUICK))
+
+
+@pytest.mark.parametrize("eta", [0, 1, 2, 4, None])
+@pytest.mark.parametrize("groups_per_step", [1, 2, 3, 4])
+def test_invariants_hold_over_random_runs(groups_per_step: int, eta: int | None):
+    steps = 0
+    for seed, mode in enumerate(["wait", "drop", "keep"]):
+        world, rng = World(Setup(groups_per_step, 2, eta, mode)), random.Random(f"{groups_per_step} {eta} {seed}")
+        for _ in range(250):
+            random_event(world, rng)
+        steps += world.version
+        world.drain()
+    assert steps > 10, "the runs must train something to mean anything"
+
+
+def test_keep_goes_past_the_bound_and_wait_does_not():
+    """The unsafe mode shows the ages that the strict modes exclude, so the bound is not held by accident."""
+
+    def oldest(mode: str) -> int:
+        ages = []
+        for seed in range(6):
+            world, rng = World(Setup(2, 1, 1, mode)), random.Random(seed)
+            for _ in range(250):
+                random_event(world, rng)
+            ages += [e["step"] - v for e in world.journal if e["event"] == "batch" for v in e["versions"]]
+        return max(ages)
+
+    assert oldest("keep") > 1
+    assert oldest("wait") == 1
+    assert oldest("drop") == 1
+
+
+class AdmissionOnly(Controller):
+    """No earliest deadline first: equation 3 alone, as the original has it."""
+
+    def _plan(self):
+        return dataclasses.replace(super()._plan(), missing=0, late=())
+
+    def _check_age(self, batch, max_staleness):
+        pass
+
+
+class TrainsTwice(Controller):
+    """Leaves the first group of a batch in the buffer."""
+
+    def batch_trained(self, batch: TrainingBatch) -> None:
+        first = batch.groups[0].group_id
+        group = self._state.groups[first]
+        with contextlib.suppress(LedgerError):
+            super().batch_trained(batch)
+        self._state.groups[first] = group
+
+
+class LosesDroppedTokens(Controller):
+    """Forgets to book what a dropped group had generated."""
+
+    def drop_group(self, group_id, reason):
+        before = self._state.ledger.dropped.copy()
+        keys = super().drop_group(group_id, reason)
+        self._state.ledger.dropped = before
+        return keys
+
+
+class IgnoresLateTokens(Controller):
+    """Counts late tokens of a dropped group as generated and as nothing else."""
+
+    def tokens_generated(self, group_id, sample_index, count, version):
+        super().tokens_generated(group_id, sample_index, count, version)
+        if group_id in self._dropped:
+            self._state.ledger.dropped[self._dropped[group_id]] -= count
+
+
+class ResumesWithAcceptedZero(Controller):
+    """N_r starts at 0 after a resume while the version does not (AReaL issue 1388)."""
+
+    base = 0
+
+    @property
+    def submitted(self):
+        return super().submitted - self.base
+
+    @classmethod
+    def restore(cls, snapshot, **constructor):
+        controller = super().restore(snapshot, **constructor)
+        controller.base = controller.submitted
+        return controller
+
+
+class YoungestFirst(Controller):
+    """Prefers what finished last admitted."""
+
+    def _plan(self):
+        plan, ready = super()._plan(), [g for g in self._state.groups.values() if g.ready]
+        youngest = sorted(ready, key=lambda g: (-g.version, -g.group_id))[: self.groups_per_step]
+        return dataclasses.replace(plan, batch=tuple(g.group_id for g in youngest), missing=0)
+
+
+class TrainsTheQuickSample(Controller):
+    """Takes a group as ready when one of its samples is."""
+
+    def next_batch(self):
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(Group, "ready", property(lambda group: any(s.rewarded for s in group.samples)))
+            return super().next_batch()
+
+
+class TrainsHalfGroups(Controller):
+    """Leaves the last sample of each group out of the batch."""
+
+    def next_batch(self):
+        batch = super().next_batch()
+        if isinstance(batch, TrainingBatch):
+            groups = tuple(dataclasses.replace(g, trajectories=g.trajectories[:1]) for g in batch.groups)
+            return dataclasses.replace(batch, groups=groups)
+        return batch
+
+
+class NeverTrainsTheLast(Controller):
+    """Deadlock: one group always short of a batch."""
+
+    def _plan(self):
+        plan = super()._plan()
+        return dataclasses.replace(plan, batch=plan.batch[: self.groups_per_step - 1])
+
+
+class StampsTheTrainersVersion(Controller):
+    """Admits at the trainer's version although the sampler is behind: v(g) newer than the first token."""
+
+    def admit(self, prompt):
+        active, self._state.active_version = self._state.active_version, self._state.version
+        requests = super().admit(prompt)
+        self._state.active_version = active
+        return requests
+
+
+FAULTS = [
+    (AdmissionOnly, "is trained at age"),
+    (TrainsTwice, "lost|trained twice|ledger"),
+    (LosesDroppedTokens, "tokens are lost"),
+    (IgnoresLateTokens, "tokens are lost"),
+    (ResumesWithAcceptedZero, None),
+    (YoungestFirst, "oldest first|trained at age|infeasible"),
+    (TrainsTheQuickSample, "whole|oldest first"),
+    (TrainsHalfGroups, "whole"),
+    (NeverTrainsTheLast, None),
+    (StampsTheTrainersVersion, "have versions from"),
+]
+
+
+@pytest.mark.parametrize(("fault", "says"), FAULTS, ids=lambda value: getattr(value, "__name__", ""))
+def test_the_machine_catches_a_broken_controller(fault: type[Controller], says: str | None):
+    broken = type("Broken", (Machine,), {"controller_class": fault})
+    quick = settings(max_examples=400, stateful_step_count=50, phases=[Phase.generate], report_multiple_bugs=False, **QUICK)
+    with pytest.raises((AssertionError, ControllerError, LedgerError), match=says):
+        run_state_machine_as_test(broken, settings=quick)
