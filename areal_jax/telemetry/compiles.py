@@ -29,12 +29,12 @@ class CompileCounter:
         self._steady_from: int | None = None
         monitoring.register_event_duration_secs_listener(self._heard)
 
-    def _heard(self, event: str, duration: float, **details: object) -> None:
+    def _heard(self, event: str, duration_secs: float, **details: str | int) -> None:
         if event != COMPILE_EVENT:
             return
         with self._lock:
             self.count += 1
-            self.seconds += duration
+            self.seconds += duration_secs
             if self._steady_from is not None and len(self.recent) < 20:
                 self.recent.append(str(details.get("fun_name", "unnamed")))
 

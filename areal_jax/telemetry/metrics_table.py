@@ -3,7 +3,8 @@
 Invariants:
 * A name that is not here and belongs to no open family does not exist.
 * ``COUNT``: 0 when nothing happened. ``MEASURE``: null when it could not be measured. ``NAME``: text, or a number that every row must have.
-* Counts are of the one step (since the row before), except ``ledger/*``, ``compile/*`` and the levels (``buffer/depth``, ``groups/in_flight``).
+* Counts are of the one step (since the row before), except those since the start: ``ledger/*`` and ``drop/*`` of the run, ``compile/*`` of the
+  process; and except the levels ``buffer/depth`` and ``groups/in_flight``, which are of the moment.
 """
 
 from __future__ import annotations
@@ -145,7 +146,7 @@ TRAINING: dict[str, Metric] = {
             "empty": _count("groups", "no token was generated"),
             "overlong_prompt": _count("prompts", "longer than task.max_prompt_tokens"),
             "worker_lost": _count("groups", "its sampler went away"),
-            "lost_on_resume": _count("groups", "the checkpoint did not hold its tokens"),
+            "lost_on_resume": _count("samples", "the checkpoint did not hold its tokens"),
         },
     ),
     **_under(
