@@ -100,7 +100,7 @@ def plain(text: str) -> str:
 @functools.lru_cache(maxsize=8192)
 def _parse(text: str) -> tuple[Any, ...]:
     text = text.strip().strip("$").strip()
-    return tuple(math_verify.parse(f"\\boxed{{{text}}}", _EXTRACTION, parsing_timeout=None))
+    return tuple(math_verify.parse(f"\\boxed{{{text}}}", _EXTRACTION, parsing_timeout=0))
 
 
 def _readable(text: str) -> bool:

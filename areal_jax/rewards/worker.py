@@ -20,7 +20,7 @@ import threading
 import time
 import traceback
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, cast
 
 MAX_COMPONENTS = 64
 MAX_CAUSE_CHARACTERS = 4_000
@@ -43,10 +43,10 @@ def load(dotted: str) -> Callable[..., Mapping[str, float]]:
     module, colon, name = dotted.partition(":")
     if not colon or not module or not name:
         raise ValueError(f"the verifier must be named as package.module:function; got '{dotted}'")
-    function = getattr(importlib.import_module(module), name, None)
+    function: Any = getattr(importlib.import_module(module), name, None)
     if not callable(function):
         raise ValueError(f"the module '{module}' must define the function '{name}'; got {function!r}")
-    return function
+    return cast("Callable[..., Mapping[str, float]]", function)
 
 
 def start(dotted: str, memory_bytes: int | None) -> None:

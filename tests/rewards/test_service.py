@@ -152,13 +152,19 @@ def test_one_completion_in_twenty_raises():
     assert sum(result.failure is not None for results in collector.results.values() for result in results) == 13
 
 
-def test_idle_workers_may_be_killed_from_outside():
+@pytest.mark.parametrize("wait_for_replacement", [True, False])
+def test_idle_workers_may_be_killed_from_outside(wait_for_replacement):
     collector = Collector()
     with RewardService(2, LIMIT_S, ACT, collector) as service:
         service.warm_up(60)
         service.submit("pid", "process", "1", {})
         assert service.wait(20)
         os.kill(int(collector.only("pid").components["pid"]), signal.SIGKILL)
+        if wait_for_replacement:
+            deadline = time.monotonic() + 10
+            while not service.counts()["pools_replaced"]:
+                assert time.monotonic() < deadline, "the broken pool was not replaced"
+                time.sleep(0.05)
         for i in range(20):
             service.submit(i, "ok", "1", {})
         assert service.wait(30)
@@ -206,7 +212,7 @@ def test_killing_the_program_leaves_no_worker(tmp_path):
             if __name__ == "__main__":
                 service = RewardService(3, 2.0, "faulty_verifiers:act")
                 service.warm_up(60)
-                for response in ("hang_locked", "hang"):
+                for response in ("hang_locked", "hang_ignoring"):
                     service.submit(response, response, "1", {})
                 time.sleep(0.3)
                 print("ready", flush=True)
