@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import difflib
 import math
+import os
 import pathlib
 import re
 import threading
@@ -67,7 +68,8 @@ class Board:
     def add(self, full: Mapping[str, Any]) -> None:
         """Every value of a completed row that is there, under its own name."""
         if self._writer is None:
-            self._writer = SummaryWriter(str(self._directory), flush_secs=10, purge_step=self._purge_step)
+            suffix = f".{os.getpid()}.{len(list(self._directory.glob('events.*'))):04d}"  # the name has whole seconds: a quick restart would overwrite
+            self._writer = SummaryWriter(str(self._directory), flush_secs=10, purge_step=self._purge_step, filename_suffix=suffix)
         for name, value in full.items():
             if value is not None and name not in ("step", "time", "stage"):
                 self._writer.add_scalar(name, value, full["step"], walltime=full["time"])
