@@ -148,7 +148,7 @@ def update(
     Returns:
       (state, global norm before clipping [], whether the update was applied [] bool).
     """
-    norm = optax.global_norm(gradients)
+    norm = optax.tree.norm(gradients)
     finite = jnp.isfinite(norm)
     scale = jnp.minimum(1.0, grad_clip / jnp.maximum(norm, 1e-12))
     clipped = jax.tree.map(lambda g: jnp.where(finite, g * scale, 0.0), gradients)

@@ -9,7 +9,7 @@ import pytest
 from areal_jax.cluster.meshes import build_mesh
 from areal_jax.config import base_config
 from areal_jax.models.architecture import ModelConfig
-from areal_jax.models.policy import init_params
+from areal_jax.models.policy import param_shapes
 from areal_jax.types import Prompt, TrainingBatch, Trajectory, TrajectoryGroup
 
 VOCABULARY = 24
@@ -17,12 +17,18 @@ VOCABULARY = 24
 
 @pytest.fixture(scope="session")
 def model():
-    return ModelConfig("qwen2", vocab_size=VOCABULARY, layers=2, hidden_size=16, heads=4, kv_heads=2, head_dim=4, mlp_size=32)
+    return ModelConfig("qwen2", vocab_size=VOCABULARY, layers=1, hidden_size=16, heads=4, kv_heads=2, head_dim=4, mlp_size=32)
 
 
 @pytest.fixture(scope="session")
 def params(model):
-    return jax.device_get(init_params(model, jax.random.key(3)))
+    random = np.random.default_rng(3)
+
+    def leaf(shape):
+        centre = 1.0 if len(shape.shape) == 1 else 0.0
+        return (centre + 0.3 * random.standard_normal(shape.shape)).astype(np.float32)
+
+    return jax.tree.map(leaf, param_shapes(model))
 
 
 @pytest.fixture
