@@ -264,6 +264,11 @@ class Controller:
         if len(plan.batch) < self.groups_per_step:
             unready = sorted((g for g in self._state.groups.values() if not g.ready), key=lambda g: (g.version, g.group_id))
             return self._waiting("batch", self.groups_per_step - len(plan.batch), tuple(g.group_id for g in unready))
+        if plan.missing > len(plan.late) and self.on_overdue != "keep":
+            raise StalenessError(
+                f"at most {self.groups_per_step} groups may be due in a step; {plan.due} are at step {self._state.version}, and no wait can help; "
+                "this is a defect of the scheduler: resume from the last checkpoint and report this"
+            )
         if plan.missing and self.on_overdue == "wait":
             return self._waiting("due", plan.missing, plan.late)
         while plan.missing and self.on_overdue == "drop":
