@@ -26,11 +26,11 @@ from typing import Any
 
 import numpy as np
 
-from areal_jax.controller.answers import ControllerError, StalenessError, Waiting
+from areal_jax.controller.answers import ControllerError, Waiting
 from areal_jax.controller.gate import StalenessGate
 from areal_jax.controller.groups import Group, Partial, Sample, check_aligned, version_runs
 from areal_jax.controller.ledger import STALE, LedgerBalance
-from areal_jax.controller.schedule import Candidate, Plan, plan_step
+from areal_jax.controller.schedule import Candidate, Plan, check_age, check_feasible, plan_step
 from areal_jax.controller.state import ControllerState
 from areal_jax.types import GenerationRequest, Prompt, TrainingBatch, Trajectory
 
@@ -264,11 +264,8 @@ class Controller:
         if len(plan.batch) < self.groups_per_step:
             unready = sorted((g for g in self._state.groups.values() if not g.ready), key=lambda g: (g.version, g.group_id))
             return self._waiting("batch", self.groups_per_step - len(plan.batch), tuple(g.group_id for g in unready))
-        if plan.missing > len(plan.late) and self.on_overdue != "keep":
-            raise StalenessError(
-                f"at most {self.groups_per_step} groups may be due in a step; {plan.due} are at step {self._state.version}, and no wait can help; "
-                "this is a defect of the scheduler: resume from the last checkpoint and report this"
-            )
+        if self.on_overdue != "keep":
+            check_feasible(plan, step=self._state.version, groups_per_step=self.groups_per_step)
         if plan.missing and self.on_overdue == "wait":
             return self._waiting("due", plan.missing, plan.late)
         while plan.missing and self.on_overdue == "drop":
@@ -277,7 +274,7 @@ class Controller:
             plan = self._plan()
         batch = TrainingBatch(self._state.version, tuple(self._state.groups[g].complete() for g in plan.batch), min(plan.due, self.groups_per_step))
         if self.max_staleness is not None and self.on_overdue != "keep":
-            self._check_age(batch, self.max_staleness)
+            check_age(batch, self.max_staleness)
         self._batch = batch
         self._write("batch", step=batch.step, groups=list(plan.batch), versions=[g.version for g in batch.groups], due=batch.due)
         return batch
@@ -416,11 +413,3 @@ class Controller:
     def _waiting(self, kind: str, missing: int, group_ids: tuple[int, ...]) -> Waiting:
         groups = [self._state.groups[g] for g in group_ids]
         return Waiting(kind, missing, group_ids, {g.group_id: {"tokens": tuple(g.unfinished()), "reward": tuple(g.unrewarded())} for g in groups})
-
-    def _check_age(self, batch: TrainingBatch, max_staleness: int) -> None:
-        for group in batch.groups:
-            if batch.step - group.version > max_staleness:
-                raise StalenessError(
-                    f"no token is trained more than η = {max_staleness} versions old; group {group.group_id} has one of version {group.version} at step "
-                    f"{batch.step}; this is a defect of the scheduler: resume from the last checkpoint and report this"
-                )

@@ -17,6 +17,9 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Sequence
 
+from areal_jax.controller.answers import StalenessError
+from areal_jax.types import TrainingBatch
+
 
 @dataclasses.dataclass(frozen=True)
 class Candidate:
@@ -71,3 +74,22 @@ def plan_step(candidates: Sequence[Candidate], *, step: int, groups_per_step: in
             first_broken = missing, tuple(c.group_id for c in ordered if c.version <= newest and not c.ready)
     missing, late = first_broken or (0, ())
     return Plan(batch, due, missing, late)
+
+
+def check_feasible(plan: Plan, *, step: int, groups_per_step: int) -> None:
+    """Raises StalenessError if more groups are due than can ever be ready in the step, so that waiting for them would not end."""
+    if plan.missing > len(plan.late):
+        raise StalenessError(
+            f"at most {groups_per_step} groups may be due in a step; {plan.due} are at step {step}, and no wait can help; "
+            "this is a defect of the scheduler: resume from the last checkpoint and report this"
+        )
+
+
+def check_age(batch: TrainingBatch, max_staleness: int) -> None:
+    """Raises StalenessError if a token of the batch is older than η at the batch's step."""
+    for group in batch.groups:
+        if batch.step - group.version > max_staleness:
+            raise StalenessError(
+                f"no token is trained more than η = {max_staleness} versions old; group {group.group_id} has one of version {group.version} at step "
+                f"{batch.step}; this is a defect of the scheduler: resume from the last checkpoint and report this"
+            )
