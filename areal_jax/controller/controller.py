@@ -30,7 +30,7 @@ from areal_jax.controller.answers import ControllerError, Waiting
 from areal_jax.controller.gate import StalenessGate
 from areal_jax.controller.groups import Group, Partial, Sample, check_aligned, version_runs
 from areal_jax.controller.ledger import STALE, LedgerBalance
-from areal_jax.controller.schedule import Candidate, Plan, check_age, check_feasible, plan_step
+from areal_jax.controller.schedule import Plan, check_age, check_feasible, plan_step
 from areal_jax.controller.state import ControllerState
 from areal_jax.types import GenerationRequest, Prompt, TrainingBatch, Trajectory
 
@@ -78,8 +78,6 @@ class Controller:
         self._dropped: dict[int, str] = {}
         self._to_cancel: list[tuple[int, int]] = []
         self._batch: TrainingBatch | None = None
-
-    # What it knows
 
     @property
     def version(self) -> int:
@@ -153,7 +151,7 @@ class Controller:
         group = self._state.groups[group_id]
         if sample.finished:
             raise ControllerError(f"a finished sample has no more tokens; {count} came for {(group_id, sample_index)}; report tokens before the finish")
-        self._check_version(group, version)
+        self._state.check_version(group, version)
         self._state.ledger.generated += count
         sample.generated += count
         if count and sample.first_version is None:
@@ -175,8 +173,8 @@ class Controller:
             raise ControllerError(f"a sample finishes once; {key} came twice")
         check_aligned(trajectory)
         if len(versions):
-            self._check_version(group, int(versions[0]))
-            self._check_version(group, int(versions[-1]))
+            self._state.check_version(group, int(versions[0]))
+            self._state.check_version(group, int(versions[-1]))
             sample.first_version = int(versions[0])
         sample.trajectory = dataclasses.replace(trajectory, reward=None, components={})
         sample.partial = None
@@ -297,8 +295,6 @@ class Controller:
         self._write("trained", version=self._state.version)
         self.check()
 
-    # Accounts
-
     def ledger(self) -> LedgerBalance:
         """The account, in tokens: buffered are those of finished samples, in flight those of unfinished ones."""
         return self._state.balance()
@@ -309,13 +305,13 @@ class Controller:
 
     def counts(self) -> dict[str, int | None]:
         """Flow and ledger metrics by their names in metrics.jsonl. ``drop/lost_on_resume`` counts samples, other drops count groups."""
-        balance, groups, batch_ids = self.ledger(), list(self._state.groups.values()), self._batch_ids()
+        groups, handed_out = self._state.groups.values(), 0 if self._batch is None else len(self._batch.groups)
         return {
-            "buffer/depth": sum(g.ready and g.group_id not in batch_ids for g in groups),
+            "buffer/depth": sum(g.ready for g in groups) - handed_out,
             "buffer/capacity": None if self.max_staleness is None else (self.max_staleness + 1) * self.groups_per_step,
             "groups/in_flight": sum(not g.ready for g in groups),
             "groups/due": self._plan().due,
-            **balance.metrics(),
+            **self.ledger().metrics(),
             **{f"drop/{reason}": count for reason, count in sorted(self._state.drop_counts.items())},
         }
 
@@ -370,13 +366,8 @@ class Controller:
         pairs = [(g.prompt, g.samples[i].trajectory) for g in self._state.groups.values() for i in g.unrewarded()]
         return [(prompt, trajectory) for prompt, trajectory in pairs if trajectory is not None]
 
-    # Inside
-
     def _settings(self) -> dict[str, int | None]:
         return {"groups_per_step": self.groups_per_step, "group_size": self.group_size, "max_staleness": self.max_staleness}
-
-    def _batch_ids(self) -> set[int]:
-        return set() if self._batch is None else {g.group_id for g in self._batch.groups}
 
     def _write(self, event: str, **facts: Any) -> None:
         self._journal({"event": event, "time": self._clock(), **facts})
@@ -395,20 +386,12 @@ class Controller:
             raise ControllerError(f"sample_index must be from 0 to {self.group_size - 1}; got {sample_index} for group {group_id}")
         return group.samples[sample_index]
 
-    def _check_version(self, group: Group, version: int) -> None:
-        if not group.version <= version <= self._state.version:
-            raise ControllerError(
-                f"tokens of group {group.group_id} have versions from {group.version}, its oldest, to {self._state.version}, the trainer's; got {version}; "
-                "report weights_active when the weights go in, before anything they generate is admitted"
-            )
-
     def _update_version(self, group: Group) -> None:
         if group.raise_version():
             self._write("start", group=group.group_id, version=group.version)
 
     def _plan(self) -> Plan:
-        candidates = [Candidate(g.group_id, g.version, g.ready) for g in self._state.groups.values()]
-        return plan_step(candidates, step=self._state.version, groups_per_step=self.groups_per_step, max_staleness=self.max_staleness)
+        return plan_step(self._state.candidates(), step=self._state.version, groups_per_step=self.groups_per_step, max_staleness=self.max_staleness)
 
     def _waiting(self, kind: str, missing: int, group_ids: tuple[int, ...]) -> Waiting:
         groups = [self._state.groups[g] for g in group_ids]

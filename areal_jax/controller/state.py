@@ -12,8 +12,10 @@ from collections import Counter
 from collections.abc import Mapping
 from typing import Any
 
+from areal_jax.controller.answers import ControllerError
 from areal_jax.controller.groups import Group, Partial
 from areal_jax.controller.ledger import LOST_ON_RESUME, Ledger, LedgerBalance
+from areal_jax.controller.schedule import Candidate
 
 SNAPSHOT_FORMAT = 1
 
@@ -39,6 +41,18 @@ class ControllerState:
     drop_counts: Counter[str] = dataclasses.field(default_factory=Counter)
     ledger: Ledger = dataclasses.field(default_factory=Ledger)
     groups: dict[int, Group] = dataclasses.field(default_factory=dict)
+
+    def candidates(self) -> list[Candidate]:
+        """The outstanding groups as the schedule sees them."""
+        return [Candidate(g.group_id, g.version, g.ready) for g in self.groups.values()]
+
+    def check_version(self, group: Group, version: int) -> None:
+        """Raises ControllerError unless a token of the group can have this version."""
+        if not group.version <= version <= self.version:
+            raise ControllerError(
+                f"tokens of group {group.group_id} have versions from {group.version}, its oldest, to {self.version}, the trainer's; got {version}; "
+                "report weights_active when the weights go in, before anything they generate is admitted"
+            )
 
     def balance(self) -> LedgerBalance:
         """The account, in tokens: buffered are those of finished samples, in flight those of unfinished ones."""

@@ -121,9 +121,9 @@ def test_no_burst_after_a_resume(eta: int):
         assert world.train()
 
 
-def test_long_generations_are_not_favoured_against():
-    """Lengths from two clusters, the long ones five times slower: over 50 steps what is trained is as long as what is generated."""
-    rng, controller = random.Random(3), make(groups_per_step=4, group_size=1, max_staleness=4)
+def trained_length(max_staleness: int, on_overdue: str) -> float:
+    """Mean trained over mean generated length after 50 steps; lengths come from two clusters and the long ones take ten times longer."""
+    rng, controller = random.Random(3), make(groups_per_step=4, group_size=1, max_staleness=max_staleness, on_overdue=on_overdue)
     lengths: list[int] = []
     left: dict[int, int] = {}
     versions: dict[int, int] = {}
@@ -132,7 +132,7 @@ def test_long_generations_are_not_favoured_against():
         while controller.capacity():
             group = len(lengths)
             controller.admit(prompt(group))
-            lengths.append(rng.choice([10, 50]))
+            lengths.append(rng.choice([5, 50]))
             left[group], versions[group] = lengths[group], controller.active_version
         for group in list(left):
             left[group] -= 5
@@ -143,7 +143,14 @@ def test_long_generations_are_not_favoured_against():
             controller.batch_trained(batch)
             controller.weights_active(controller.version)
             trained += [t.length for g in batch.groups for t in g.trajectories]
-    assert np.mean(trained) == pytest.approx(np.mean(lengths), rel=0.05)
+            left = {g: n for g, n in left.items() if controller.is_live(g)}
+    return float(np.mean(trained) / np.mean(lengths))
+
+
+def test_long_generations_are_trained_as_often_as_they_are_made():
+    assert trained_length(4, "wait") == pytest.approx(1.0, rel=0.05)
+    assert trained_length(1, "wait") == pytest.approx(1.0, rel=0.05)
+    assert trained_length(1, "drop") < 0.92, "dropping what is late favours short answers; the measure must show it"
 
 
 def test_a_slow_first_prompt_waits_only_when_it_is_due():
