@@ -24,6 +24,9 @@ from ml_collections import ConfigDict
 
 from areal_jax.config_fields import FIELDS, Field
 
+WARMUP_STEPS = 1600
+"""Of a new policy, when the configuration does not say."""
+
 MESH_AXES = ("data", "fsdp", "tensor")
 
 
@@ -165,11 +168,11 @@ def _rules(c: ConfigDict) -> Iterator[tuple[bool, str]]:
     )
     longest = c.task.max_prompt_tokens + r.max_new_tokens
     yield (
-        bool(c.task.max_prompt_tokens) and t.micro_batch_tokens < longest,
+        bool(c.task.max_prompt_tokens) and 0 < t.micro_batch_tokens < longest,
         f"'trainer.micro_batch_tokens' must hold the longest sequence, 'task.max_prompt_tokens' + 'rollout.max_new_tokens' = {longest}; got {t.micro_batch_tokens}",
     )
     yield (
-        t.micro_batch_tokens <= r.max_new_tokens,
+        0 < t.micro_batch_tokens <= r.max_new_tokens,
         f"'trainer.micro_batch_tokens' must exceed 'rollout.max_new_tokens' = {r.max_new_tokens} by the prompt's length; got {t.micro_batch_tokens}",
     )
     yield (
@@ -192,7 +195,10 @@ def _rules(c: ConfigDict) -> Iterator[tuple[bool, str]]:
         path = get(c, key)
         yield bool(path) and not os.path.isfile(path), f"'{key}' must be a readable file; '{path}' is not there"
     yield bool(c.sft.path) and not os.path.isdir(c.sft.path), f"'sft.path' must be the warmup directory of another run; '{c.sft.path}' is not there"
-    yield bool(m.path) and not os.path.isdir(m.path), f"'model.path' must be a directory with config.json, *.safetensors and tokenizer.json; '{m.path}' is not there"
+    yield (
+        bool(m.path) and not os.path.isdir(m.path),
+        f"'model.path' must be a directory with config.json, *.safetensors and tokenizer.json; '{m.path}' is not there",
+    )
 
 
 def check_devices(config: ConfigDict, available: int) -> tuple[int, int, bool]:
@@ -262,6 +268,8 @@ def validate(config: ConfigDict) -> ConfigDict:
         put(config, key, _check_field(key, field, get(config, key)))
     if config.task.path and config.task.name != "jsonl":
         put(config, "task.name", "jsonl")
+    if config.sft.steps is None:
+        put(config, "sft.steps", 0 if config.model.path else WARMUP_STEPS)
     for broken, message in _rules(config):
         if broken:
             raise ConfigError(message)
@@ -303,7 +311,9 @@ def load(argv: Sequence[str], flags: Sequence[str] = ()) -> tuple[ConfigDict, pa
             further[name] = value
         else:
             near = difflib.get_close_matches(name, ["config", "workdir", *flags], n=1)
-            raise ConfigError(f"unknown flag '--{name}'" + (f"; did you mean '--{near[0]}'?" if near else "; flags are --config, --workdir, --config.section.key"))
+            raise ConfigError(
+                f"unknown flag '--{name}'" + (f"; did you mean '--{near[0]}'?" if near else "; flags are --config, --workdir, --config.section.key")
+            )
     if not file:
         raise ConfigError("'--config' is missing; as in --config=configs/math.py")
     config = read_file(file)
@@ -326,13 +336,19 @@ def read_file(file: str) -> ConfigDict:
     if spec is None or spec.loader is None:
         raise ConfigError(f"'--config' must be a Python file; '{path}' is not")
     module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
+    try:
+        spec.loader.exec_module(module)
+    except SyntaxError as error:
+        raise ConfigError(f"'{path}' must be Python; line {error.lineno}: {error.msg}") from error
     if not hasattr(module, "get_config"):
         raise ConfigError(f"'{path}' must define get_config(variant='')")
     try:
-        return module.get_config(variant) if variant else module.get_config()
+        config = module.get_config(variant) if variant else module.get_config()
     except (AttributeError, KeyError) as error:
         raise ConfigError(f"'{path}' sets a key that does not exist: {error}") from error
+    if not isinstance(config, ConfigDict):
+        raise ConfigError(f"'{path}': get_config must return the ConfigDict of base_config(); it returned {type(config).__name__}")
+    return config
 
 
 def open_workdir(workdir: pathlib.Path, config: ConfigDict) -> None:

@@ -105,7 +105,7 @@ class Evaluator:
         Raises:
           TimeoutError: generation or checking passed the deadline.
         """
-        start = time.perf_counter()
+        start = time.monotonic()
         prompts = list(self._prompts[:problems])
         drawn: list[Trajectory] = []
         sampler = self._make_sampler(weights, lambda progress: drawn.extend(progress.finished))
@@ -124,8 +124,8 @@ class Evaluator:
                 missing = len(keys.keys() - self._results.keys())
                 raise TimeoutError(f"evaluation of version {weights.version}: {missing} of {len(keys)} answers unchecked after {self._deadline_s:g} s")
             correct = {key: self._results.pop(key) for key in keys}
-        row = self._row(weights.version, prompts, [(keys[key], value) for key, value in correct.items()], time.perf_counter() - start)
-        self._trace("evaluation", "evaluation", start, time.perf_counter(), version=weights.version, accuracy=row["eval/accuracy"])
+        row = self._row(weights.version, prompts, [(keys[key], value) for key, value in correct.items()], time.monotonic() - start)
+        self._trace("evaluation", "evaluation", start, time.monotonic(), version=weights.version, accuracy=row["eval/accuracy"])
         self._on_row(row)
         return row
 

@@ -83,7 +83,7 @@ class Loop:
         self._totals = self._read_totals()
         self.rollout.start()
         try:
-            started = time.perf_counter()
+            started = time.monotonic()
             for packed in self._stream(self._fetch):
                 started = self._train(packed, started)
             if self.rollout.failure is not None:
@@ -97,21 +97,21 @@ class Loop:
         """Begins a checkpoint of this version, unless it has one."""
         if self._saved == self.controller.version:
             return
-        start = time.perf_counter()
+        start = time.monotonic()
         with self._changed:
             snapshot = {"controller": self.controller.snapshot(self.rollout.sampler.partials()), "prompts": self.rollout.prompts.get_state()}
             version = self.controller.version
         self._save(version, snapshot)
         self._saved = version
-        self._trace("trainer", "checkpoint", start, time.perf_counter(), version=version)
+        self._trace("trainer", "checkpoint", start, time.monotonic(), version=version)
 
     def _fetch(self) -> TrainingBatch | None:
-        start, answer = time.perf_counter(), None
+        start, answer = time.monotonic(), None
         with self._changed:
             while True:
                 if self._stop_requested() or self.rollout.failure is not None or self.controller.version >= self._total:
                     return None
-                now = time.perf_counter()
+                now = time.monotonic()
                 answer = self.controller.next_batch()
                 self.rollout.sampler.cancel(self.controller.take_cancelled())
                 if isinstance(answer, TrainingBatch):
@@ -119,10 +119,10 @@ class Loop:
                 if now - start > self._timeout:
                     raise TimeoutError(f"no batch for step {self.controller.version} after {self._timeout:g} s ('rollout.wait_timeout_s'): {answer.describe()}")
                 self._changed.wait(0.05)
-                self._count_wait(answer, time.perf_counter() - now)
+                self._count_wait(answer, time.monotonic() - now)
         self._batch = answer
         if self._waited["batch"] > 1e-3:
-            self._trace("trainer", "wait for batch", start, time.perf_counter(), step=answer.step)
+            self._trace("trainer", "wait for batch", start, time.monotonic(), step=answer.step)
         return answer
 
     def _count_wait(self, answer: Waiting, seconds: float) -> None:
@@ -133,17 +133,17 @@ class Loop:
     def _train(self, packed: Any, started: float) -> float:
         batch = self._batch
         assert batch is not None
-        begun = time.perf_counter()
+        begun = time.monotonic()
         metrics = self.learner.step(packed)
-        self._trace("trainer", "train step", begun, time.perf_counter(), step=batch.step, groups=len(batch.groups))
+        self._trace("trainer", "train step", begun, time.monotonic(), step=batch.step, groups=len(batch.groups))
         with self._changed:
             self.controller.batch_trained(batch)
             version = self.controller.version
-        begun = time.perf_counter()
+        begun = time.monotonic()
         update = self.pusher.push(self.learner.params, version)
-        self._trace("weights", "push", begun, time.perf_counter(), version=version, bytes=update.bytes)
+        self._trace("weights", "push", begun, time.monotonic(), version=version, bytes=update.bytes)
         self.rollout.sampler.publish(update)
-        ended = time.perf_counter()
+        ended = time.monotonic()
         tokens = sum(g.tokens for g in batch.groups)
         row = {
             "step": version,
@@ -164,20 +164,18 @@ class Loop:
     def _read_totals(self) -> dict[str, float]:
         s = self.rollout.sampler.statistics
         names = ("generated_tokens", "prefill_tokens", "idle_s", "live_slot_steps", "slot_steps", "updates", "interrupts", "pause_s", "rebuild_s")
-        drops = {name: float(value or 0) for name, value in self.controller.counts().items() if name.startswith("drop/")}
-        return {name: float(getattr(s, name)) for name in names} | drops
+        return {name: float(getattr(s, name)) for name in names}
 
     def _flow(self, batch: TrainingBatch, tokens: int, seconds: float) -> dict[str, Any]:
         """Speed, flow and ledger of the step that took ``seconds``."""
         with self._changed:
             totals, counts = self._read_totals(), self.controller.counts()
-        since = {name: value - self._totals.get(name, 0.0) for name, value in totals.items()}
+        since = {name: value - self._totals[name] for name, value in totals.items()}
         self._totals = totals
         waited, self._waited = self._waited, {"batch": 0.0, "due": 0.0}
         updates = since["updates"]
         return {
-            **{name: value for name, value in counts.items() if not name.startswith("drop/")},
-            **{name: int(value) for name, value in since.items() if name.startswith("drop/")},
+            **counts,
             "groups/due": batch.due,
             "time/step": seconds,
             "time/wait_for_batch": waited["batch"],

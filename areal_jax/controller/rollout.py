@@ -90,7 +90,7 @@ class Rollout:
                     f"{self.rewards.last_cause}\nmend the verifier and run the same command again"
                 )
             self._changed.notify_all()
-        end = time.perf_counter()
+        end = time.monotonic()
         self._trace("rewards", "check", end - result.latency_s, end, failure=result.failure)
 
     def drop(self, group_id: int, reason: str) -> None:

@@ -39,9 +39,7 @@ def packed_attention(query: jax.Array, key: jax.Array, value: jax.Array, segment
     visible = (segment_ids[:, :, None] == segment_ids[:, None, :]) & (order[:, None] >= order[None, :])
     scores = scores.reshape(rows, kv_heads, group, length, length) * head_dim**-0.5
     weights = jax.nn.softmax(jnp.where(visible[:, None, None], scores, MASKED), -1).astype(value.dtype)
-    mixed = jnp.matmul(
-        weights.reshape(rows, kv_heads, group * length, length), value.transpose(0, 2, 1, 3), precision=precision(query.dtype)
-    )
+    mixed = jnp.matmul(weights.reshape(rows, kv_heads, group * length, length), value.transpose(0, 2, 1, 3), precision=precision(query.dtype))
     return mixed.reshape(rows, kv_heads, group, length, head_dim).transpose(0, 3, 1, 2, 4).reshape(rows, length, heads, head_dim)
 
 

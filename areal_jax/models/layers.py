@@ -76,9 +76,7 @@ class Attention(nnx.Module):
         self.query = Linear(model.hidden_size, model.heads * model.head_dim, bias=bias, dtype=dtype, rngs=rngs)
         self.key = Linear(model.hidden_size, model.kv_heads * model.head_dim, bias=bias, dtype=dtype, rngs=rngs)
         self.value = Linear(model.hidden_size, model.kv_heads * model.head_dim, bias=bias, dtype=dtype, rngs=rngs)
-        self.output = Linear(
-            model.heads * model.head_dim, model.hidden_size, bias=False, dtype=dtype, rngs=rngs, scale=(2 * model.layers) ** -0.5
-        )
+        self.output = Linear(model.heads * model.head_dim, model.hidden_size, bias=False, dtype=dtype, rngs=rngs, scale=(2 * model.layers) ** -0.5)
         self.query_norm = RMSNorm(model.head_dim, model.norm_epsilon) if model.query_key_norm else None
         self.key_norm = RMSNorm(model.head_dim, model.norm_epsilon) if model.query_key_norm else None
         self.head_dim = model.head_dim

@@ -95,7 +95,7 @@ class RolloutDriver:
       on_progress: called after every dispatch, in the driver's thread, under ``lock``.
       on_weights: called with the version once new weights are in use, likewise.
       lock: guards the records; share it with whoever takes consistent snapshots.
-      trace: called as trace(name, start, end, **arguments), times of ``time.perf_counter``.
+      trace: called as trace(name, start, end, **arguments), times of ``time.monotonic``.
     """
 
     def __init__(
@@ -188,11 +188,11 @@ class RolloutDriver:
         self._take_update()
         self._admit()
         if not any(self._slots):
-            start = time.perf_counter()
+            start = time.monotonic()
             with self._wake:
                 if self._pending is None and not self._queue:
                     self._wake.wait(wait_s)
-            self.statistics.idle_s += time.perf_counter() - start
+            self.statistics.idle_s += time.monotonic() - start
             return False
         self._dispatch()
         return True
@@ -214,7 +214,7 @@ class RolloutDriver:
             running = [(slot, s) for slot, s in enumerate(self._slots) if s is not None]
             if self._pending is None or (running and not self.interruptible):
                 return
-            start = time.perf_counter()
+            start = time.monotonic()
             self._current, self._pending = self._pending, None
             self.statistics.updates += 1
             self.statistics.interrupts += len(running)
@@ -224,11 +224,11 @@ class RolloutDriver:
             sequences = np.full((len(self._slots), min(width, self._state.length)), self.engine.model.pad_id, np.int32)
             for slot, sequence in running:
                 sequences[slot, : sequence.length] = sequence.whole()
-            begun = time.perf_counter()
+            begun = time.monotonic()
             self._state = jax.block_until_ready(self.engine.rebuild(self._current.params, self._state, sequences))
-            rebuilt = time.perf_counter() - begun
+            rebuilt = time.monotonic() - begun
             self.statistics.prefill_tokens += sum(s.length for _, s in running)
-        end = time.perf_counter()
+        end = time.monotonic()
         self.statistics.rebuild_s += rebuilt
         self.statistics.pause_s += end - start
         self._trace("weight update", start, end, version=self._current.version, interrupted=len(running), rebuild_s=rebuilt)
@@ -250,11 +250,11 @@ class RolloutDriver:
                 current = self._current
             if not batch:
                 return
-            start = time.perf_counter()
+            start = time.monotonic()
             sequences, insertion, longest = self._entry_arrays(batch)
             self._state = self.engine.resize(self._state, max(self._state.length, self.engine.bucket(longest)))
             self._state = self.engine.enter(current.params, self._state, sequences, insertion, self.seed)
-            self._trace("prefill", start, time.perf_counter(), requests=len(batch))
+            self._trace("prefill", start, time.monotonic(), requests=len(batch))
 
     def _next_entries(self) -> list[tuple[int, _Sequence]]:
         """Requests for one prefill program: at most ``entries`` requests over at most ``rows`` distinct sequences."""
@@ -296,10 +296,10 @@ class RolloutDriver:
             lengths = [s.length for s in self._slots if s is not None]
         room = min(self.engine.bucket(max(lengths) + self.engine.steps), self.engine.max_length)
         self._state = self.engine.resize(self._state, room)
-        start = time.perf_counter()
+        start = time.monotonic()
         self._state, chunk = self.engine.generate_chunk(current.params, self._state)
         tokens, logprobs, valid, live = chunk.unpack()
-        end = time.perf_counter()
+        end = time.monotonic()
         finished: list[Trajectory] = []
         new_tokens: list[tuple[Key, int]] = []
         with self._lock:
