@@ -11,11 +11,11 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Sequence
+from typing import Any
 
 import jax
 import numpy as np
 from jax.sharding import AxisType, Mesh
-from ml_collections import ConfigDict
 
 from areal_jax.config import MESH_AXES, ConfigError, check_devices, parse_mesh
 
@@ -47,7 +47,7 @@ class Meshes:
         return ", ".join((one("trainer", self.trainer), one("sampler", self.sampler))) + (", one device shared" if self.shared else "")
 
 
-def set_host_devices(config: ConfigDict) -> None:
+def set_host_devices(config: Any) -> None:
     """Splits a CPU host into ``cluster.host_devices`` devices; on GPU and TPU it changes nothing that is used.
 
     Call it before anything touches a device.
@@ -66,17 +66,17 @@ def set_host_devices(config: ConfigDict) -> None:
             ) from error
 
 
-def visible_devices(config: ConfigDict) -> list[jax.Device]:
+def visible_devices(config: Any) -> list[Any]:
     """The devices a run may use: all accelerators, or the first ``cluster.host_devices`` of a CPU host."""
     devices = jax.devices()
     return devices[: config.cluster.host_devices] if devices[0].platform == "cpu" else devices
 
 
-def make_meshes(config: ConfigDict, devices: Sequence[jax.Device] | None = None) -> Meshes:
+def make_meshes(config: Any, devices: Sequence[Any] | None = None) -> Meshes:
     """Divides the devices among trainer and sampler.
 
     Args:
-      config: a validated configuration; reads ``cluster``, ``trainer.micro_batch_rows``, ``rollout.slots`` and ``sft.rows``.
+      config: a validated ``ConfigDict``; reads ``cluster``, ``trainer.micro_batch_rows``, ``rollout.slots`` and ``sft.rows``.
       devices: those to divide; default ``visible_devices(config)``.
 
     Raises:
@@ -92,14 +92,14 @@ def make_meshes(config: ConfigDict, devices: Sequence[jax.Device] | None = None)
     return Meshes(trainer, sampler, _everyone(config, trainer, union), shared)
 
 
-def role_mesh(config: ConfigDict, role: str, devices: Sequence[jax.Device]) -> Mesh:
+def role_mesh(config: Any, role: str, devices: Sequence[Any]) -> Mesh:
     """The mesh that ``cluster.mesh.<role>`` describes, over exactly these devices; 'data' takes what the named axes leave."""
     sizes = parse_mesh(f"cluster.mesh.{role}", config.cluster.mesh[role])
     sizes.setdefault("data", len(devices) // math.prod(sizes.values()))
     return build_mesh([sizes.get(axis, 1) for axis in MESH_AXES], devices)
 
 
-def build_mesh(shape: Sequence[int], devices: Sequence[jax.Device]) -> Mesh:
+def build_mesh(shape: Sequence[int], devices: Sequence[Any]) -> Mesh:
     """A mesh with the axes ('data', 'fsdp', 'tensor') of type Auto.
 
     Args:
@@ -119,7 +119,7 @@ def data_shards(mesh: Mesh) -> int:
     return mesh.shape["data"] * mesh.shape["fsdp"]
 
 
-def _everyone(config: ConfigDict, trainer: Mesh, devices: Sequence[jax.Device]) -> Mesh:
+def _everyone(config: Any, trainer: Mesh, devices: Sequence[Any]) -> Mesh:
     """The largest warm-up mesh: a multiple of the trainer's fsdp × tensor devices whose data shards divide ``sft.rows``."""
     fsdp, tensor = trainer.shape["fsdp"], trainer.shape["tensor"]
     block = fsdp * tensor

@@ -13,7 +13,7 @@ from safetensors.numpy import load_file, save_file
 
 from areal_jax.models.architecture import ModelConfig
 from areal_jax.models.export import PolicyFilesError, export_policy, load_policy
-from areal_jax.models.policy import init_params, packed_logits
+from areal_jax.models.policy import packed_logits, param_shapes
 from areal_jax.models.sharding import named_shardings, param_specs
 from areal_jax.models.tokenizer import embedded_tokenizer, load_tokenizer
 
@@ -22,10 +22,8 @@ TOKENIZER = embedded_tokenizer()
 
 def policy(family="qwen2", **changes):
     model = ModelConfig(family, TOKENIZER.vocab_size, layers=2, hidden_size=24, heads=4, kv_heads=2, head_dim=8, mlp_size=40, rope_theta=500.0, **changes)
-    params = init_params(model, jax.random.key(2))
-    leaves, structure = jax.tree.flatten(params)
-    noise = [leaf + 0.3 * jax.random.normal(key, leaf.shape) for leaf, key in zip(leaves, jax.random.split(jax.random.key(5), len(leaves)), strict=True)]
-    return model, jax.tree.unflatten(structure, noise)
+    random = np.random.default_rng(5)
+    return model, jax.tree.map(lambda leaf: jnp.asarray((leaf.ndim == 1) + 0.3 * random.normal(size=leaf.shape), jnp.float32), param_shapes(model))
 
 
 def reference_logits(directory, tokens):
@@ -70,8 +68,9 @@ def reference_logits(directory, tokens):
 
 
 def our_logits(model, params, tokens):
-    row = jnp.asarray(tokens)[None]
-    return np.asarray(packed_logits(model, params, row, jnp.arange(row.shape[1])[None], jnp.ones_like(row)))[0]
+    row = np.asarray(tokens)[None]
+    forward = jax.jit(packed_logits, static_argnums=0)
+    return np.asarray(forward(model, params, row, np.arange(row.shape[1])[None], np.ones_like(row)))[0]
 
 
 TOKENS = np.random.default_rng(0).integers(0, TOKENIZER.vocab_size, 13)
