@@ -158,8 +158,6 @@ def update(
     def keep(new: Any, old: Any) -> Any:
         return jax.tree.map(lambda a, b: jnp.where(finite, a, b), new, old)
 
-    return (
-        state.replace(params=keep(params, state.params), opt_state=keep(opt_state, state.opt_state), skipped=jnp.where(finite, 0, state.skipped + 1)),
-        norm,
-        finite,
-    )
+    skipped = jnp.where(finite, 0, state.skipped + 1)
+    state = dataclasses.replace(state, params=keep(params, state.params), opt_state=keep(opt_state, state.opt_state), skipped=skipped)
+    return state, norm, finite

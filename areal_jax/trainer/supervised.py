@@ -8,6 +8,7 @@ Invariants:
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Sequence
 from typing import Any
 
@@ -107,7 +108,7 @@ class SupervisedTrainer(StateHolder):
             gradients = jax.tree.map(lambda g: g.astype(jnp.float32), gradients)
             state, norm, finite = update(self.optimizer, state, gradients, rate, self.section.grad_clip)
             metrics = {"loss": value, "grad_norm": norm, "skipped": 1.0 - finite, "tokens": tokens}
-            return state.replace(step=state.step + 1), metrics
+            return dataclasses.replace(state, step=state.step + 1), metrics
 
         here = self.placement
         rows = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct((self._rows, leaf.shape[1]), leaf.dtype, sharding=here.rows), self.corpus)

@@ -10,6 +10,7 @@ Invariants:
 from __future__ import annotations
 
 import concurrent.futures
+import dataclasses
 import math
 import os
 import time
@@ -199,7 +200,7 @@ class Trainer(StateHolder):
         def apply(state: TrainState, gradients: Any, tokens: Any, rate: Any, version: Any) -> tuple[TrainState, jax.Array, jax.Array]:
             mean = jax.tree.map(lambda g: g / tokens, gradients)
             state, norm, finite = update(self.optimizer, state, mean, rate, config.trainer.grad_clip)
-            return state.replace(step=version + 1), norm, finite
+            return dataclasses.replace(state, step=version + 1), norm, finite
 
         gradients = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, jnp.float32, sharding=leaf.sharding), state.params)
         statistics = dict.fromkeys(SUMS + MAXIMA, scalar)

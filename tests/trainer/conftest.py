@@ -15,6 +15,14 @@ from areal_jax.types import Prompt, TrainingBatch, Trajectory, TrajectoryGroup
 VOCABULARY = 24
 
 
+@pytest.fixture(scope="module", autouse=True)
+def quick_compilation():
+    """Most of these tests' time is XLA's; what it optimises is not their subject."""
+    jax.config.update("jax_disable_most_optimizations", True)
+    yield
+    jax.config.update("jax_disable_most_optimizations", False)
+
+
 @pytest.fixture(scope="session")
 def model():
     return ModelConfig("qwen2", vocab_size=VOCABULARY, layers=1, hidden_size=16, heads=4, kv_heads=2, head_dim=4, mlp_size=32)

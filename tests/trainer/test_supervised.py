@@ -4,6 +4,7 @@ import jax
 import numpy as np
 import pytest
 
+from areal_jax.config import base_config
 from areal_jax.models.policy import packed_logits
 from areal_jax.trainer.packing import take_rows
 from areal_jax.trainer.supervised import SupervisedTrainer, learning_rate, pack_demonstrations, rows_of_step
@@ -19,9 +20,9 @@ def pairs():
     return made
 
 
-@pytest.fixture
-def section(config):
-    section = config.sft
+@pytest.fixture(scope="module")
+def section():
+    section = base_config().sft
     section.steps, section.rows, section.warmup_steps, section.learning_rate = 40, 8, 4, 1e-2
     return section
 
@@ -41,15 +42,25 @@ def test_each_row_once_an_epoch_and_a_new_order_in_the_next():
 
 
 def test_learning_rate_warms_up_stays_and_falls(section):
+    section = section.copy_and_resolve_references()
     section.decay_start, section.final_fraction = 0.5, 0.1
     rates = [learning_rate(section, s) / 1e-2 for s in range(40)]
     assert rates[0] == pytest.approx(0.25) and rates[3:21] == pytest.approx([1.0] * 18) and rates[-1] == pytest.approx(0.1)
     assert np.diff(rates[21:]) == pytest.approx(np.full(18, -0.9 / 19))
 
 
+@pytest.fixture(scope="module")
+def made(section, model, params, pairs, mesh_of):
+    """One compiled trainer for the module; ``trainer`` sets it back."""
+    trainer = SupervisedTrainer(section, model, mesh_of(), params, pack_demonstrations(pairs, 32), seed=1)
+    return trainer, jax.device_get(trainer.state)
+
+
 @pytest.fixture
-def trainer(section, model, params, pairs, mesh_of):
-    return SupervisedTrainer(section, model, mesh_of(), params, pack_demonstrations(pairs, 32), seed=1)
+def trainer(made):
+    trainer, initial = made
+    trainer.load_state(initial)
+    return trainer
 
 
 def test_it_learns_on_any_mesh_and_goes_on_exactly_after_a_restore(trainer, section, model, params, pairs, mesh_of):
