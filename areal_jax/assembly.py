@@ -7,6 +7,7 @@ Invariants:
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import pathlib
 import threading
@@ -29,7 +30,7 @@ from areal_jax.data.task import Task, load_task, settle_lengths
 from areal_jax.models.architecture import ModelConfig, new_model
 from areal_jax.models.export import export_policy, load_policy
 from areal_jax.models.policy import init_params
-from areal_jax.models.sharding import param_specs
+from areal_jax.models.sharding import named_shardings, param_specs
 from areal_jax.models.tokenizer import Tokenizer, embedded_tokenizer, load_tokenizer
 from areal_jax.rewards.service import RewardService
 from areal_jax.sampler.driver import RolloutDriver
@@ -41,6 +42,7 @@ from areal_jax.telemetry.live import LiveView
 from areal_jax.telemetry.metrics import MetricsWriter
 from areal_jax.telemetry.trace import Trace
 from areal_jax.trainer.checkpoint import Checkpointer
+from areal_jax.trainer.step import owned
 from areal_jax.trainer.trainer import Trainer
 from areal_jax.types import TrainingBatch, WeightUpdate
 from areal_jax.weights.push import WeightPusher
@@ -104,6 +106,53 @@ def evaluation_engine(config: ConfigDict, engine: SamplerEngine, make: Callable[
     return engine if same else make(config.eval.temperature)
 
 
+def make_driver(config: ConfigDict, engine: SamplerEngine, update: WeightUpdate, **more: Any) -> RolloutDriver:
+    """A sampler over an engine's programs; ``more``: seed and callbacks."""
+    r = config.rollout
+    return RolloutDriver(engine, update, prefill_groups=r.prefill_groups, group_size=r.group_size, kv_on_update=r.kv_on_update, **more)
+
+
+def make_rewards(config: ConfigDict, on_result: Callable[[Any], None]) -> RewardService:
+    """The configured verifier in processes of its own."""
+    return RewardService(config.reward.workers, config.reward.timeout_s, config.reward.verifier, on_result)
+
+
+def make_evaluator(config: ConfigDict, task: Task, tokenizer: Tokenizer, engine: SamplerEngine, rewards: RewardService, **callbacks: Any) -> Evaluator:
+    """Evaluation on the held-out prompts with the engine's programs; ``callbacks``: on_row, trainer_version, trace."""
+    seed = (config.seed + EVALUATION_SEED) % 2**32
+    return Evaluator(
+        lambda update, on_progress: make_driver(config, engine, update, seed=seed, on_progress=on_progress),
+        task.heldout,
+        tokenizer.decode,
+        rewards,
+        samples=config.eval.samples,
+        max_new_tokens=config.rollout.max_new_tokens,
+        deadline_s=config.rollout.wait_timeout_s,
+        **callbacks,
+    )
+
+
+@contextlib.contextmanager
+def evaluation_alone(
+    config: ConfigDict, tokenizer: Tokenizer, task: Task, model: ModelConfig, meshes: Meshes, on_row: Callable[[dict[str, Any]], Any]
+) -> Iterator[Callable[[Any, int], dict[str, Any]]]:
+    """Evaluation without training: gives ``evaluate(params, version)``, which returns the row of eval.jsonl; parameters may be on any devices."""
+    engine = make_engine(config, model, meshes, tokenizer, settle_lengths(config, task)[0], temperature=config.eval.temperature)
+    results: list[Callable[[Any], None]] = []
+    with make_rewards(config, lambda result: results[0](result)) as rewards:
+        evaluator = make_evaluator(config, task, tokenizer, engine, rewards, on_row=on_row, trainer_version=lambda: current[0], trace=lambda *_, **__: None)
+        results.append(evaluator.on_result)
+        current = [0]
+        rewards.warm_up(timeout_s=180.0)
+
+        def evaluate(params: Any, version: int) -> dict[str, Any]:
+            current[0] = version
+            placed = owned(params, named_shardings(meshes.sampler, param_specs(model), params), config.model.sampler_dtype)
+            return evaluator.evaluate(WeightUpdate(version, placed), config.eval.problems)
+
+        yield evaluate
+
+
 class Files:
     """The files of a run: metrics, journal, trace, checkpoints."""
 
@@ -156,7 +205,7 @@ class Run:
         self.config, self.task, self.files, self.live, self.tokenizer = config, task, files, live, tokenizer
         self.changed = threading.Condition(threading.RLock())
         self.compiles = CompileCounter()
-        self.rewards = RewardService(config.reward.workers, config.reward.timeout_s, on_result=self._on_result)
+        self.rewards = make_rewards(config, self._on_result)
         longest = settle_lengths(config, task)[0]
         self.trainer = Trainer(config, model, meshes.trainer, params)
         self.resumed = self._restore()
@@ -175,10 +224,8 @@ class Run:
             changed=self.changed,
             trace=trace,
         )
-        driver = functools.partial(
-            RolloutDriver, prefill_groups=config.rollout.prefill_groups, group_size=config.rollout.group_size, kv_on_update=config.rollout.kv_on_update
-        )
-        self.sampler = driver(
+        self.sampler = make_driver(
+            config,
             engine,
             self.update,
             seed=config.seed,
@@ -189,22 +236,12 @@ class Run:
             trace=functools.partial(trace, "sampler/0"),
         )
         other = evaluation_engine(config, engine, lambda temperature: build(temperature=temperature))
-        self.evaluator = Evaluator(
-            lambda update, on_progress: driver(other, update, seed=(config.seed + EVALUATION_SEED) % 2**32, on_progress=on_progress),
-            task.heldout,
-            tokenizer.decode,
-            self.rewards,
-            samples=config.eval.samples,
-            max_new_tokens=config.rollout.max_new_tokens,
-            on_row=self._on_eval,
-            trainer_version=lambda: self.controller.version,
-            deadline_s=config.rollout.wait_timeout_s,
-            trace=trace,
+        self.evaluator = make_evaluator(
+            config, task, tokenizer, other, self.rewards, on_row=self._on_eval, trainer_version=lambda: self.controller.version, trace=trace
         )
-        self.accuracy: dict[str, Any] = {}
         self.sampler.warm_up()
         if other is not engine:
-            driver(other, self.update, seed=0).warm_up()
+            make_driver(config, other, self.update, seed=0).warm_up()
         self.rewards.warm_up(timeout_s=180.0)
         self.rollout.attach(self.sampler)
         self.loop = Loop(

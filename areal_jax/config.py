@@ -393,10 +393,12 @@ def _same_run(old: dict[str, Any], new: dict[str, Any], workdir: pathlib.Path) -
 
 
 def run_main(main: Any, argv: Sequence[str] | None = None) -> None:
-    """Runs ``main(argv)``; a ConfigError becomes one message and exit code 2."""
+    """Runs ``main(argv)``; a ConfigError becomes one message and exit code 2, Ctrl-C (where the program does not take it) exit code 130."""
     try:
         code = main(list(sys.argv[1:] if argv is None else argv))
     except ConfigError as error:
         print(f"error: {error}", file=sys.stderr)
         code = 2
+    except KeyboardInterrupt:
+        code = 130
     sys.exit(code)

@@ -135,7 +135,7 @@ class LiveView:
 
     def message(self, text: str) -> None:
         """One line that stays, above the panel."""
-        self._console.print(Text(text))
+        self._console.print(Text(text), soft_wrap=True)
 
     def summary(self, rows: Mapping[str, str], title: str = "result") -> None:
         """Takes the panel away and prints the final table of names and texts."""

@@ -1,0 +1,78 @@
+"""Runs the supervised warm-up on its own: the policy that reinforcement learning starts from.
+
+  python launch/sft.py --config=configs/math.py --workdir=runs/warm
+  python launch/train.py --config=configs/math.py --workdir=runs/warm                               # goes on with reinforcement learning there
+  python launch/train.py --config=configs/math.py --config.sft.path=runs/warm/warmup --workdir=runs/rl   # or elsewhere, as often as wanted
+
+The held-out accuracy is measured before and after. The same command with the same --workdir goes on after a stop; the policy is exported to
+WORKDIR/policy. Keys are listed in areal_jax/config_fields.py, section sft.
+"""
+
+import time
+
+from areal_jax.config import ConfigError, load, open_workdir, run_main
+
+
+def main(argv: list[str]) -> int:
+    config, workdir, _ = load(argv)
+    if not config.sft.steps and not config.sft.path:
+        raise ConfigError("'sft.steps' must be at least 1 for a warm-up; got 0; set --config.sft.steps=N")
+    if any((workdir / "checkpoints").glob("*")):
+        raise ConfigError(f"'{workdir}' holds a training run, whose policy a warm-up would replace; choose another by --workdir=DIR")
+    open_workdir(workdir, config)
+
+    from areal_jax.assembly import evaluation_alone, load_problems, make_policy, start_devices
+    from areal_jax.cluster.signals import StopSignal
+    from areal_jax.data.task import demonstrations
+    from areal_jax.models.export import export_policy
+    from areal_jax.telemetry.live import LiveView
+    from areal_jax.telemetry.metrics import MetricsWriter
+    from areal_jax.trainer.warmup import Interrupted, warm_up
+
+    started = time.monotonic()
+    with StopSignal() as stop, LiveView(config.telemetry.live, config.sft.steps) as live, MetricsWriter(workdir, config.telemetry.tensorboard) as metrics:
+        live.stage("problems", 0)
+        tokenizer, task, config = load_problems(config)
+        for line in task.report():
+            live.message(line)
+        meshes = start_devices(config)
+        live.message(f"{meshes.describe()}; {len(task.train)} training and {len(task.heldout)} held-out problems; files in {workdir}")
+        model, params = make_policy(config, tokenizer)
+        metrics.rewind(-1)  # evaluations of an earlier try
+        with evaluation_alone(config, tokenizer, task, model, meshes, lambda row: live.update_metrics(metrics.write_eval(row))) as evaluate:
+            live.stage("evaluation", 0)
+            before = evaluate(params, 0)
+            live.stage("warm-up")
+            try:
+                params = warm_up(
+                    config,
+                    model,
+                    meshes.everyone,
+                    params,
+                    lambda: demonstrations(config, task, tokenizer),
+                    workdir / "warmup",
+                    on_row=lambda row: live.update_metrics(metrics.write_warmup(row), step=row["step"]),
+                    on_resume=metrics.rewind_warmup,
+                    stop_requested=lambda: stop.requested,
+                )
+            except Interrupted as interrupted:
+                live.message(str(interrupted))
+                return stop.exit_code
+            live.stage("evaluation", 0)
+            after = evaluate(params, config.sft.steps)
+        export_policy(workdir / "policy", model, params, tokenizer)
+        live.summary(
+            {
+                "held-out accuracy before": f"{before['eval/accuracy']:.3f} ± {before['eval/confidence95']:.3f} ({before['eval/n']} problems)",
+                "held-out accuracy after": f"{after['eval/accuracy']:.3f} ± {after['eval/confidence95']:.3f} ({after['eval/n']} problems)",
+                "time": f"{time.monotonic() - started:.0f} s",
+                "policy": str(workdir / "policy"),
+                "warm-up": f"{workdir}/warmup (for --config.sft.path)",
+                "metrics": f"{workdir}/warmup.jsonl, eval.jsonl; tensorboard --logdir {workdir}/tensorboard",
+            }
+        )
+    return 0
+
+
+if __name__ == "__main__":
+    run_main(main)
