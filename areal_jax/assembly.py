@@ -118,7 +118,7 @@ def make_rewards(config: ConfigDict, on_result: Callable[[Any], None]) -> Reward
 
 
 def make_evaluator(config: ConfigDict, task: Task, tokenizer: Tokenizer, engine: SamplerEngine, rewards: RewardService, **callbacks: Any) -> Evaluator:
-    """Evaluation on the held-out prompts with the engine's programs; ``callbacks``: on_row, trainer_version, trace."""
+    """Evaluation on the held-out prompts with the engine's programs; ``callbacks``: on_row, trainer_version, stop_requested, trace."""
     seed = (config.seed + EVALUATION_SEED) % 2**32
     return Evaluator(
         lambda update, on_progress: make_driver(config, engine, update, seed=seed, on_progress=on_progress),
@@ -134,18 +134,37 @@ def make_evaluator(config: ConfigDict, task: Task, tokenizer: Tokenizer, engine:
 
 @contextlib.contextmanager
 def evaluation_alone(
-    config: ConfigDict, tokenizer: Tokenizer, task: Task, model: ModelConfig, meshes: Meshes, on_row: Callable[[dict[str, Any]], Any]
-) -> Iterator[Callable[[Any, int], dict[str, Any]]]:
-    """Evaluation without training: gives ``evaluate(params, version)``, which returns the row of eval.jsonl; parameters may be on any devices."""
+    config: ConfigDict,
+    tokenizer: Tokenizer,
+    task: Task,
+    model: ModelConfig,
+    meshes: Meshes,
+    on_row: Callable[[dict[str, Any]], Any],
+    stop_requested: Callable[[], bool],
+) -> Iterator[Callable[[Any, int], dict[str, Any] | None]]:
+    """Evaluation without training: gives ``evaluate(params, version)``, which returns the row of eval.jsonl, or None when it was asked to stop.
+
+    The parameters may be on any devices.
+    """
     engine = make_engine(config, model, meshes, tokenizer, settle_lengths(config, task)[0], temperature=config.eval.temperature)
     results: list[Callable[[Any], None]] = []
     with make_rewards(config, lambda result: results[0](result)) as rewards:
-        evaluator = make_evaluator(config, task, tokenizer, engine, rewards, on_row=on_row, trainer_version=lambda: current[0], trace=lambda *_, **__: None)
+        evaluator = make_evaluator(
+            config,
+            task,
+            tokenizer,
+            engine,
+            rewards,
+            on_row=on_row,
+            trainer_version=lambda: current[0],
+            stop_requested=stop_requested,
+            trace=lambda *_, **__: None,
+        )
         results.append(evaluator.on_result)
         current = [0]
         rewards.warm_up(timeout_s=180.0)
 
-        def evaluate(params: Any, version: int) -> dict[str, Any]:
+        def evaluate(params: Any, version: int) -> dict[str, Any] | None:
             current[0] = version
             placed = owned(params, named_shardings(meshes.sampler, param_specs(model), params), config.model.sampler_dtype)
             return evaluator.evaluate(WeightUpdate(version, placed), config.eval.problems)
@@ -237,7 +256,15 @@ class Run:
         )
         other = evaluation_engine(config, engine, lambda temperature: build(temperature=temperature))
         self.evaluator = make_evaluator(
-            config, task, tokenizer, other, self.rewards, on_row=self._on_eval, trainer_version=lambda: self.controller.version, trace=trace
+            config,
+            task,
+            tokenizer,
+            other,
+            self.rewards,
+            on_row=self._on_eval,
+            trainer_version=lambda: self.controller.version,
+            stop_requested=stop_requested,
+            trace=trace,
         )
         self.sampler.warm_up()
         if other is not engine:
@@ -339,8 +366,8 @@ class Run:
             "memory/sampler_bytes": peak_bytes(self.sampler.engine.mesh),
         }
 
-    def evaluate(self) -> dict[str, Any]:
-        """The whole held-out evaluation of the trainer's policy, waited for."""
+    def evaluate(self) -> dict[str, Any] | None:
+        """The whole held-out evaluation of the trainer's policy, waited for; None when somebody asked to stop."""
         return self.evaluator.evaluate(self._weights(), self.config.eval.problems)
 
     def export(self, directory: pathlib.Path) -> None:

@@ -355,14 +355,15 @@ def open_workdir(workdir: pathlib.Path, config: ConfigDict) -> None:
     """Makes the run's directory, proves that it can be written and saves the resolved configuration.
 
     Raises:
-      ConfigError: the directory cannot be made or written, or holds a run of another configuration.
+      ConfigError: the directory cannot be made or written, or holds checkpoints of another configuration.
     """
     text = json.dumps(config.to_dict(), indent=2, sort_keys=True, default=list) + "\n"
     saved = workdir / "config.json"
     try:
         workdir.mkdir(parents=True, exist_ok=True)
-        if saved.exists():
-            _same_run(json.loads(saved.read_text()), json.loads(text), workdir)
+        before = json.loads(saved.read_text()) if saved.exists() else None
+        if before and any(any((workdir / part).glob("[0-9]*")) for part in ("warmup", "checkpoints")):
+            _same_run(before, json.loads(text), workdir)
         temporary = workdir / "config.json.tmp"
         with open(temporary, "w") as stream:
             stream.write(text)

@@ -18,10 +18,11 @@ def main(argv: list[str]) -> int:
     open_workdir(workdir, config)
 
     from areal_jax.assembly import evaluation_alone, load_problems, make_policy, start_devices
+    from areal_jax.cluster.signals import StopSignal
     from areal_jax.telemetry.live import LiveView
     from areal_jax.telemetry.metrics import MetricsWriter
 
-    with LiveView(config.telemetry.live, 0) as live, MetricsWriter(workdir, config.telemetry.tensorboard) as metrics:
+    with StopSignal() as stop, LiveView(config.telemetry.live, 0) as live, MetricsWriter(workdir, config.telemetry.tensorboard) as metrics:
         live.stage("problems", 0)
         tokenizer, task, config = load_problems(config)
         for line in task.report():
@@ -29,8 +30,10 @@ def main(argv: list[str]) -> int:
         meshes = start_devices(config)
         model, params = make_policy(config, tokenizer)
         live.stage("evaluation", 0)
-        with evaluation_alone(config, tokenizer, task, model, meshes, metrics.write_eval) as evaluate:
+        with evaluation_alone(config, tokenizer, task, model, meshes, metrics.write_eval, lambda: stop.requested) as evaluate:
             row = evaluate(params, 0)
+        if row is None:
+            return stop.exit_code
         kinds = {name.removeprefix("eval/"): f"{value:.3f}" for name, value in row.items() if name.startswith("eval/accuracy/")}
         live.summary(
             {

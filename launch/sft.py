@@ -9,6 +9,7 @@ WORKDIR/policy. Keys are listed in areal_jax/config_fields.py, section sft.
 """
 
 import time
+from typing import Any
 
 from areal_jax.config import ConfigError, load, open_workdir, run_main
 
@@ -39,7 +40,11 @@ def main(argv: list[str]) -> int:
         live.message(f"{meshes.describe()}; {len(task.train)} training and {len(task.heldout)} held-out problems; files in {workdir}")
         model, params = make_policy(config, tokenizer)
         metrics.rewind(-1)  # evaluations of an earlier try
-        with evaluation_alone(config, tokenizer, task, model, meshes, lambda row: live.update_metrics(metrics.write_eval(row))) as evaluate:
+
+        def show(row: dict[str, Any]) -> None:
+            live.update_metrics(metrics.write_eval(row))
+
+        with evaluation_alone(config, tokenizer, task, model, meshes, show, lambda: stop.requested) as evaluate:
             live.stage("evaluation", 0)
             before = evaluate(params, 0)
             live.stage("warm-up")
@@ -60,6 +65,9 @@ def main(argv: list[str]) -> int:
                 return stop.exit_code
             live.stage("evaluation", 0)
             after = evaluate(params, config.sft.steps)
+            if before is None or after is None:
+                live.message(f"{stop.reason}: stopped in an evaluation; the same command with --workdir={workdir} repeats it")
+                return stop.exit_code
         export_policy(workdir / "policy", model, params, tokenizer)
         live.summary(
             {

@@ -66,6 +66,9 @@ def main(argv: list[str]) -> int:
                     return stop.exit_code
                 live.stage("evaluation", 0)
                 last = run.evaluate()
+                if last is None:
+                    live.message(f"{stop.reason}: stopped in the last evaluation; the same command with --workdir={workdir} repeats it")
+                    return stop.exit_code
                 run.export(workdir / "policy")
             finally:
                 run.close()

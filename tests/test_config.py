@@ -310,7 +310,9 @@ def test_resolved_configuration_is_saved(tmp_path):
 
 
 def test_resume_keeps_the_configuration(tmp_path):
-    open_workdir(tmp_path, loaded())
+    open_workdir(tmp_path, loaded("seed=7"))
+    open_workdir(tmp_path, loaded())  # nothing was trained yet: another configuration may take the place
+    (tmp_path / "checkpoints" / "3").mkdir(parents=True)
     open_workdir(tmp_path, loaded())
     open_workdir(tmp_path, loaded("trainer.steps=500", "checkpoint.every_steps=7", "telemetry.live=off"))
     for text, before in (("rollout.max_staleness=2", "4"), ("trainer.learning_rate=1.0", "0.0003"), ("seed=3", "0"), ("rollout.length_buckets=(144,)", "96")):

@@ -27,7 +27,7 @@ class Evaluator:
     """Evaluates policies on held-out prompts.
 
     Args:
-      make_sampler: (weights, on_progress) → a sampler of its own over the engine's programs, with ``run_until_done(deadline_s)``.
+      make_sampler: (weights, on_progress) → a sampler of its own over the engine's programs, with ``run_until_done(deadline_s, stop_requested)``.
       prompts: held-out prompts in an order whose every prefix is a fair sample.
       decode: token ids → text.
       rewards: the service; results with keys (EVALUATION, ...) come to ``on_result``.
@@ -36,6 +36,7 @@ class Evaluator:
       on_row: called with each row of eval.jsonl.
       trainer_version: the trainer's version of the moment.
       deadline_s: longest an evaluation may take.
+      stop_requested: whether somebody asked the run to stop; an evaluation is then given up.
       trace: called as trace(lane, name, start, end, **arguments).
     """
 
@@ -51,11 +52,13 @@ class Evaluator:
         on_row: Callable[[dict[str, Any]], None],
         trainer_version: Callable[[], int],
         deadline_s: float,
+        stop_requested: Callable[[], bool],
         trace: Callable[..., None],
     ):
         self._make_sampler, self._prompts, self._decode, self._rewards = make_sampler, prompts, decode, rewards
         self._samples, self._max_new_tokens, self._on_row = samples, max_new_tokens, on_row
         self._trainer_version, self._deadline_s, self._trace = trainer_version, deadline_s, trace
+        self._stop_requested = stop_requested
         self._results: dict[Any, float] = {}
         self._arrived = threading.Condition()
         self._thread: threading.Thread | None = None
@@ -96,11 +99,11 @@ class Evaluator:
         except BaseException as error:  # raised by ``finish``, in the trainer's thread
             self.failure = error
 
-    def evaluate(self, weights: WeightUpdate, problems: int) -> dict[str, Any]:
+    def evaluate(self, weights: WeightUpdate, problems: int) -> dict[str, Any] | None:
         """Draws and checks ``samples`` responses for each of the first ``problems`` held-out prompts.
 
         Returns:
-          The row of eval.jsonl.
+          The row of eval.jsonl; None, and no row is written, when somebody asked to stop.
 
         Raises:
           TimeoutError: generation or checking passed the deadline.
@@ -114,7 +117,9 @@ class Evaluator:
             for i, p in enumerate(prompts)
             for k in range(self._samples)
         )
-        sampler.run_until_done(self._deadline_s)
+        sampler.run_until_done(self._deadline_s, self._stop_requested)
+        if self._stop_requested():
+            return None
         keys = {(EVALUATION, weights.version, t.group_id, t.sample_index): t for t in drawn}
         for key, t in keys.items():
             prompt = prompts[t.group_id]

@@ -197,14 +197,14 @@ class RolloutDriver:
         self._dispatch()
         return True
 
-    def run_until_done(self, deadline_s: float) -> None:
-        """Runs rounds until nothing is unfinished.
+    def run_until_done(self, deadline_s: float, stop_requested: Callable[[], bool] = lambda: False) -> None:
+        """Runs rounds until nothing is unfinished, or somebody asks to stop.
 
         Raises:
           TimeoutError: after ``deadline_s`` seconds, naming what was unfinished.
         """
         end = time.monotonic() + deadline_s
-        while self.unfinished:
+        while self.unfinished and not stop_requested():
             if time.monotonic() > end:
                 raise TimeoutError(f"generation: {self.unfinished} requests unfinished after {deadline_s:.0f} s; raise the limit or lower max_new_tokens")
             self.run_once()
