@@ -71,7 +71,7 @@ FIELDS: dict[str, Any] = {
         "adam_b2": F(0.98, "Adam's second decay", minimum=0.0, maximum=1.0),
         "weight_decay": F(0.01, "AdamW's weight decay", minimum=0.0),
         "grad_clip": F(1.0, "global norm at which gradients are clipped", above=0.0),
-        "careless_fraction": F(0.65, "share of demonstrations written by the careless teacher", minimum=0.0, maximum=1.0),
+        "careless_fraction": F(0.72, "share of demonstrations written by the careless teacher", minimum=0.0, maximum=1.0),
         "checkpoint_every": F(400, "steps between checkpoints of the warm-up", minimum=1),
         "path": F("", "a finished warm-up to start from (the `warmup` directory of another run)"),
     },
