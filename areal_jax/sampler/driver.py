@@ -113,6 +113,7 @@ class RolloutDriver:
         lock: Any = None,
         trace: Callable[..., None] = lambda *args, **kwargs: None,
     ):
+        engine.check_params(update.params)
         self.engine, self.seed, self.interruptible, self.kv_on_update = engine, seed, interruptible, kv_on_update
         self._rows, self._entries = prefill_groups, prefill_groups * group_size
         self._on_progress, self._on_weights, self._trace = on_progress, on_weights, trace
@@ -137,11 +138,16 @@ class RolloutDriver:
         """Queues requests, first come first served.
 
         Raises:
-          ValueError: a request cannot fit the engine's longest sequence.
+          ValueError: a request cannot fit the engine's longest sequence, or has no token left to generate.
         """
         requests = list(requests)
         for request in requests:
             longest = len(request.prompt_tokens) + request.max_new_tokens
+            if len(request.tokens) >= request.max_new_tokens:
+                raise ValueError(
+                    f"request {request.key}: {len(request.tokens)} tokens are generated already and max_new_tokens is {request.max_new_tokens}; "
+                    "raise it, or hand on what there is"
+                )
             if not len(request.prompt_tokens) or longest > self.engine.max_length:
                 raise ValueError(
                     f"request {request.key}: prompt of {len(request.prompt_tokens)} + max_new_tokens {request.max_new_tokens} must be "
@@ -152,10 +158,16 @@ class RolloutDriver:
             self._wake.notify_all()
 
     def publish(self, update: WeightUpdate) -> None:
-        """Hands over new weights, ready on the engine's devices; of several pending ones the newest is taken."""
+        """Hands over new weights, ready on the engine's devices; of several pending ones the newest is taken.
+
+        Raises:
+          ValueError: the version is not newer than the last one handed over, or the engine refuses the parameters.
+        """
+        self.engine.check_params(update.params)
         with self._wake:
-            if update.version <= self._current.version:
-                raise ValueError(f"weights must get newer: version {update.version} after {self._current.version}")
+            newest = (self._pending or self._current).version
+            if update.version <= newest:
+                raise ValueError(f"weights must get newer: version {update.version} after {newest}; publish each version once, in order")
             self._pending = update
             self._wake.notify_all()
 
@@ -294,6 +306,8 @@ class RolloutDriver:
         with self._lock:
             current = self._current
             lengths = [s.length for s in self._slots if s is not None]
+        if not lengths:  # all were cancelled since the look at the slots
+            return
         room = min(self.engine.bucket(max(lengths) + self.engine.steps), self.engine.max_length)
         self._state = self.engine.resize(self._state, room)
         start = time.monotonic()

@@ -4,8 +4,8 @@ Invariants:
 * Stateless: the decode state goes in and comes out of every call (donated), so several drivers may share one engine's
   compiled programs.
 * Shapes come from a declared set: cache lengths ``buckets``, prefill rows and lengths; ``warm_up`` compiles them all.
-* The state's sharding is pinned on the way out; parameters of another sharding, shape or type are refused by the
-  compiled programs, never converted.
+* The state's sharding is pinned on the way out; parameters of another sharding, shape or type are refused by
+  ``check_params``, never converted.
 * Beyond JetStream 0.2.2: log-probs of tokens, several steps a dispatch, one prefix into many slots, slots freed
   early, and the cache rebuilt under new weights.
 """
@@ -109,6 +109,26 @@ class SamplerEngine(jetstream.Engine):
             request_keys=jnp.zeros((s, 2), jnp.uint32),
         )
         return jax.device_put(state, self.state_shardings)
+
+    def check_params(self, params: Any) -> None:
+        """Refuses parameters that the programs would have to convert, move or be compiled anew for.
+
+        Raises:
+          ValueError: naming the first parameter that differs, and how.
+        """
+        shapes = param_shapes(self.model)
+        if jax.tree.structure(params) != jax.tree.structure(shapes):
+            raise ValueError("the sampler's parameters must be the policy's tree; names are missing or too many; take the tree of init_params")
+
+        def check(path: tuple[Any, ...], leaf: Any, shape: jax.ShapeDtypeStruct, sharding: NamedSharding) -> None:
+            name = "/".join(str(part.key) for part in path)
+            if not isinstance(leaf, jax.Array) or leaf.shape != shape.shape or leaf.dtype != self.param_dtype:
+                kind = f"{leaf.dtype}{list(leaf.shape)}" if isinstance(leaf, jax.Array) else type(leaf).__name__
+                raise ValueError(f"'{name}' must be a device array {self.param_dtype}{list(shape.shape)}; got {kind}; pass it through load_params or a push")
+            if not leaf.sharding.is_equivalent_to(sharding, leaf.ndim):
+                raise ValueError(f"'{name}' must lie on the sampler's mesh as {sharding}; got {leaf.sharding}; pass it through load_params or a push")
+
+        jax.tree_util.tree_map_with_path(check, params, shapes, self.param_shardings)
 
     def bucket(self, length: int) -> int:
         """The shortest cache length that holds ``length``."""
@@ -244,8 +264,9 @@ class SamplerEngine(jetstream.Engine):
         """JetStream: keys and values of one prompt, int [length]."""
         if existing_prefix is not None:
             raise ValueError("existing_prefix must be None: this engine prefills whole prompts; pass all tokens as padded_tokens")
-        if not 1 <= true_length <= self.max_length - 1:
-            raise ValueError(f"a prompt must have 1 to {self.max_length - 1} tokens so that one can follow; got {true_length}")
+        longest = min(self.max_length - 1, len(padded_tokens))
+        if not 1 <= true_length <= longest:
+            raise ValueError(f"a prompt must have 1 to {longest} tokens, all of them passed, so that one can follow; got true_length {true_length}")
         tokens = np.asarray(padded_tokens, np.int32)[: self.max_length]
         return self._prefill_one(params, tokens, np.int32(true_length))
 
@@ -291,7 +312,8 @@ class SamplerEngine(jetstream.Engine):
 
     @property
     def max_prefill_length(self) -> int:
-        return self.max_length - 1
+        """JetStream: the longest of its own prefill lengths (16, 32, 64, ...) after which a token still has room."""
+        return max(16, 1 << ((self.max_length - 1).bit_length() - 1))
 
     @property
     def mesh(self) -> Mesh:

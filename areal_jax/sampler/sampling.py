@@ -61,10 +61,13 @@ def inverse_cdf(weights: jax.Array, uniform: jax.Array) -> jax.Array:
 
 
 def _first_beyond(cumulated: jax.Array, weights: jax.Array, threshold: jax.Array) -> jax.Array:
-    """First index with cumulated > threshold; rounding at the end falls back to the last index with weight."""
-    index = jnp.sum(cumulated <= threshold[:, None], -1)
+    """First index that has weight and cumulated > threshold; rounding at the end falls back to the last index with weight.
+
+    A parallel prefix sum may grow, by rounding, at an index of weight 0, so the weight itself is asked too.
+    """
+    beyond = (cumulated > threshold[:, None]) & (weights > 0)
     last = weights.shape[-1] - 1 - jnp.argmax((weights > 0)[:, ::-1], -1)
-    return jnp.minimum(index, last)
+    return jnp.where(jnp.any(beyond, -1), jnp.argmax(beyond, -1), last)
 
 
 def sample(logits: jax.Array, uniform: jax.Array, temperature: float, top_k: int, top_p: float) -> tuple[jax.Array, jax.Array]:

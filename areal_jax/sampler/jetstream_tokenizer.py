@@ -1,0 +1,70 @@
+"""The policy's tokenizer behind JetStream's tokenizer interface.
+
+Invariants:
+* The ids are those of ``models.tokenizer.Tokenizer``; nothing is put before a text, for its models know no beginning token.
+* Generation stops at the model's end tokens only; the padding token is no stop token, as it is none in the driver.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import numpy as np
+
+from areal_jax.models.tokenizer import Tokenizer
+from areal_jax.sampler import jetstream
+
+
+class JetStreamTokenizer(jetstream.Tokenizer):
+    """Adapter.
+
+    Args:
+      tokenizer: the policy's.
+    """
+
+    def __init__(self, tokenizer: Tokenizer | None):
+        if tokenizer is None:
+            raise ValueError("JetStream's interface needs a tokenizer; pass tokenizer= to SamplerEngine")
+        self.tokenizer = tokenizer
+
+    def encode(self, s: str, **kwargs: Any) -> tuple[jax.Array | np.ndarray, int]:
+        """Ids of ``s``, padded to one of JetStream's prefill lengths.
+
+        Args:
+          s: the text.
+          kwargs: JetStream's: ``prefill_lengths``, ``max_prefill_length`` and ``jax_padding``; ``is_bos`` has no meaning here.
+
+        Returns:
+          (int [padded_length], true length).
+
+        Raises:
+          ValueError: the text has more tokens than ``max_prefill_length``.
+        """
+        options = {key: kwargs[key] for key in ("prefill_lengths", "max_prefill_length", "jax_padding") if key in kwargs}
+        ids = self.tokenizer.encode(s)
+        longest = options.get("max_prefill_length")
+        if longest is not None and len(ids) > longest:
+            raise ValueError(f"a prompt must have at most {longest} tokens; got {len(ids)}; shorten it or raise the engine's max_length")
+        return jetstream.pad_tokens(ids, self.bos_id, self.pad_id, is_bos=False, **options)
+
+    def decode(self, token_ids: list[int], **kwargs: Any) -> str:
+        """Text of ``token_ids``, special tokens left out."""
+        return self.tokenizer.decode(token_ids)
+
+    @property
+    def pad_id(self) -> int:
+        return self.tokenizer.pad_id
+
+    @property
+    def eos_id(self) -> int:
+        return self.tokenizer.eos_ids[0]
+
+    @property
+    def bos_id(self) -> int:
+        """JetStream puts it before token ids whose request has no ``session_cache``; the end of a text, as these models have no other."""
+        return self.eos_id
+
+    @property
+    def stop_tokens(self) -> set[int]:
+        return set(self.tokenizer.eos_ids)
