@@ -35,9 +35,7 @@ class Started:
     """A running program, and the processes it has started."""
 
     def __init__(self, program, workdir, *overrides):
-        self.process = subprocess.Popen(
-            command(program, workdir, *overrides), env=environment(), stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True
-        )
+        self.process = subprocess.Popen(command(program, workdir, *overrides), env=environment(), stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
         self.family = []
 
     def until(self, moment):

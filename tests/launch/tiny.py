@@ -1,6 +1,6 @@
 """The smallest run that has every part: for the tests of the programs.
 
-  python launch/train.py --config=tests/launch/tiny.py --workdir=/tmp/tiny
+python launch/train.py --config=tests/launch/tiny.py --workdir=/tmp/tiny
 """
 
 from ml_collections import ConfigDict
