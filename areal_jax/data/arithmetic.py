@@ -45,18 +45,18 @@ class Kind:
 
 
 KINDS: dict[str, Kind] = {
-    "sum_short": Kind("chain_sum", {"min_terms": 2, "max_terms": 3, "min_digits": 1, "max_digits": 1}, 0.46, 0.30, holdout_scale=2.5, draws=15000),
+    "sum_short": Kind("chain_sum", {"min_terms": 2, "max_terms": 3, "min_digits": 1, "max_digits": 1}, 0.45, 0.30, holdout_scale=2.5, draws=15000),
     "equation": Kind(
         "simple_equations",
         {"min_terms": 2, "max_terms": 2, "min_value": 1, "max_value": 9, "operators_weights": [0.5, 0.5, 0.0]},
-        0.26,
+        0.25,
         0.30,
         holdout_scale=1.5,
         draws=5000,
     ),
     "gcd": Kind("gcd", {"min_value": 2, "max_value": 30}, 0.04, 0.15, holdout_scale=2.0, steps=(1, 7), draws=6000),
-    "gcd_long": Kind("gcd", {"min_value": 2, "max_value": 44}, 0.18, 0.10, holdout_scale=3.5, steps=(8, 16)),
-    "sum_long": Kind("chain_sum", {"min_terms": 8, "max_terms": 12, "min_digits": 1, "max_digits": 1}, 0.06, 0.15),
+    "gcd_long": Kind("gcd", {"min_value": 2, "max_value": 44}, 0.19, 0.10, holdout_scale=3.5, steps=(8, 16)),
+    "sum_long": Kind("chain_sum", {"min_terms": 8, "max_terms": 12, "min_digits": 1, "max_digits": 1}, 0.07, 0.15),
 }
 """The mix. Weights sum to one."""
 

@@ -61,7 +61,8 @@ def build_batch(batch: TrainingBatch, config: Any, counts: Sequence[int]) -> Pac
       counts: static row counts of micro-batches, largest first.
     """
     advantages = advantages_of(batch, config.algorithm, config.seed)
-    packed = pack(batch, advantages, config.trainer.micro_batch_tokens, counts, config.trainer.minibatches)
+    skip_zero = config.algorithm.skip_zero_advantage
+    packed = pack(batch, advantages, config.trainer.micro_batch_tokens, counts, config.trainer.minibatches, skip_zero)
     every = np.concatenate(advantages)
     metrics = {**batch_metrics(batch), **packed.metrics, "advantage/mean": float(every.mean()), "advantage/std": float(every.std())}
     return PackedBatch(packed.step, packed.minibatches, packed.tokens, metrics)

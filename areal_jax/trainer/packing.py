@@ -236,7 +236,9 @@ def split_groups(tokens: Sequence[int], minibatches: int) -> list[list[int]]:
     return [sorted(p) for p in parts]
 
 
-def pack(batch: TrainingBatch, advantages: Sequence[np.ndarray], capacity: int, counts: Sequence[int], minibatches: int) -> PackedBatch:
+def pack(
+    batch: TrainingBatch, advantages: Sequence[np.ndarray], capacity: int, counts: Sequence[int], minibatches: int, skip_zero: bool = False
+) -> PackedBatch:
     """Packs a training step.
 
     Args:
@@ -245,6 +247,7 @@ def pack(batch: TrainingBatch, advantages: Sequence[np.ndarray], capacity: int, 
       capacity: C, positions of a row.
       counts: static row counts, largest first.
       minibatches: sequential updates of the step.
+      skip_zero: leave out samples whose advantages are all 0, which have no gradient; their tokens still count in the mean.
 
     Returns:
       The minibatches with the packing's metrics: ``packing/efficiency`` (real ÷ computed positions) and ``packing/micro_batches``.
@@ -254,12 +257,13 @@ def pack(batch: TrainingBatch, advantages: Sequence[np.ndarray], capacity: int, 
     for group in batch.groups:
         whole = [np.concatenate([t.prompt_tokens, t.tokens]).astype(np.int32) for t in group.trajectories]
         sequences.append([PackedSequence(w, t.behaviour_logprobs, t.versions, next(values)) for w, t in zip(whole, group.trajectories, strict=True)])
-    parts = split_groups([sum(s.positions for s in group) for group in sequences], minibatches)
-    packed = tuple(micro_batches([s for index in part for s in sequences[index]], capacity, counts) for part in parts)
-    tokens = tuple(int(sum(m.loss_mask.sum() for m in part)) for part in packed)
+    computed = [[s for s in group if not skip_zero or np.any(s.advantages)] for group in sequences]
+    parts = split_groups([sum(s.positions for s in group) for group in computed], minibatches)
+    packed = tuple(micro_batches([s for index in part for s in computed[index]], capacity, counts) for part in parts)
+    tokens = tuple(sum(len(s.versions) for index in part for s in sequences[index]) for part in parts)
     every = [m for part in packed for m in part]
     metrics: dict[str, float | None] = {
-        "packing/efficiency": float(sum((m.segment_ids > 0).sum() for m in every) / sum(m.segment_ids.size for m in every)),
+        "packing/efficiency": float(sum((m.segment_ids > 0).sum() for m in every) / sum(m.segment_ids.size for m in every)) if every else None,
         "packing/micro_batches": float(len(every)),
     }
     return PackedBatch(batch.step, packed, tokens, metrics)
