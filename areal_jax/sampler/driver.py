@@ -230,22 +230,32 @@ class RolloutDriver:
             self._current, self._pending = self._pending, None
             self.statistics.updates += 1
             self.statistics.interrupts += len(running)
-        rebuilt = 0.0
-        if running and self.kv_on_update == "recompute":
-            width = self.engine.bucket(max(s.length for _, s in running))
-            sequences = np.full((len(self._slots), min(width, self._state.length)), self.engine.model.pad_id, np.int32)
-            for slot, sequence in running:
-                sequences[slot, : sequence.length] = sequence.whole()
-            begun = time.monotonic()
-            self._state = jax.block_until_ready(self.engine.rebuild(self._current.params, self._state, sequences))
-            rebuilt = time.monotonic() - begun
-            self.statistics.prefill_tokens += sum(s.length for _, s in running)
+        begun = time.monotonic()
+        if self.kv_on_update == "recompute":
+            self._rebuild(running)
+        rebuilt = time.monotonic() - begun if running else 0.0
         end = time.monotonic()
         self.statistics.rebuild_s += rebuilt
         self.statistics.pause_s += end - start
         self._trace("weight update", start, end, version=self._current.version, interrupted=len(running), rebuild_s=rebuilt)
         with self._lock:
             self._on_weights(self._current.version)
+
+    def _rebuild(self, running: Sequence[tuple[int, _Sequence]]) -> None:
+        """Recomputes the cache of the running sequences under the new weights, those of like length together."""
+        rows = self.engine.rebuild_rows
+        by_length = sorted(running, key=lambda item: item[1].length)
+        for part in (by_length[start : start + rows] for start in range(0, len(by_length), rows)):
+            width = self.engine.width(part[-1][1].length)
+            sequences = np.full((rows, width), self.engine.model.pad_id, np.int32)
+            slots = np.full(rows, len(self._slots), np.int32)
+            for row, (slot, sequence) in enumerate(part):
+                sequences[row, : sequence.length] = sequence.whole()
+                slots[row] = slot
+            self._state = self.engine.resize(self._state, max(self._state.length, self.engine.bucket(width)))
+            self._state = self.engine.rebuild(self._current.params, self._state, sequences, slots)
+        jax.block_until_ready(self._state.tokens)
+        self.statistics.prefill_tokens += sum(s.length for _, s in running)
 
     def _admit(self) -> None:
         """Puts queued requests into free slots, as many programs as needed."""
@@ -263,8 +273,8 @@ class RolloutDriver:
             if not batch:
                 return
             start = time.monotonic()
-            sequences, insertion, longest = self._entry_arrays(batch)
-            self._state = self.engine.resize(self._state, max(self._state.length, self.engine.bucket(longest)))
+            sequences, insertion = self._entry_arrays(batch)
+            self._state = self.engine.resize(self._state, max(self._state.length, self.engine.bucket(sequences.shape[1])))
             self._state = self.engine.enter(current.params, self._state, sequences, insertion, self.seed)
             self._trace("prefill", start, time.monotonic(), requests=len(batch))
 
@@ -286,9 +296,9 @@ class RolloutDriver:
             batch.append((slot, sequence))
         return batch
 
-    def _entry_arrays(self, batch: Sequence[tuple[int, _Sequence]]) -> tuple[np.ndarray, Insertion, int]:
+    def _entry_arrays(self, batch: Sequence[tuple[int, _Sequence]]) -> tuple[np.ndarray, Insertion]:
         longest = max(s.length for _, s in batch)
-        sequences = np.full((self._rows, self.engine.bucket(longest)), self.engine.model.pad_id, np.int32)
+        sequences = np.full((self._rows, self.engine.width(longest)), self.engine.model.pad_id, np.int32)
         columns = np.zeros((8, self._entries), np.int32)
         columns[1] = len(self._slots)
         rows: dict[Any, int] = {}
@@ -300,7 +310,7 @@ class RolloutDriver:
                 sequences[rows[name], : len(whole)] = whole
                 self.statistics.prefill_tokens += len(whole)
             columns[:, i] = (rows[name], slot, whole[-1], len(whole) - 1, s.count, s.request.max_new_tokens, *s.request.key)
-        return sequences, Insertion(*columns), longest
+        return sequences, Insertion(*columns)
 
     def _dispatch(self) -> None:
         with self._lock:
@@ -357,13 +367,13 @@ class RolloutDriver:
         nowhere = np.full(self._entries, len(self._slots), np.int32)
         zeros = np.zeros(self._entries, np.int32)
         insertion = Insertion(zeros, nowhere, zeros, zeros, zeros, zeros, zeros, zeros)
+        nobody = np.full(self.engine.rebuild_rows, len(self._slots), np.int32)
         for length in self.engine.buckets:
-            for width in self.engine.buckets:
-                state = self.engine.new_state(length)
-                if width <= length:
-                    state = self.engine.enter(params, state, np.zeros((self._rows, width), np.int32), insertion, self.seed)
-                    if self.kv_on_update == "recompute":
-                        state = self.engine.rebuild(params, state, np.zeros((len(self._slots), width), np.int32))
-                self.engine.resize(state, width)
+            for width in (w for w in self.engine.widths if w <= length):
+                state = self.engine.enter(params, self.engine.new_state(length), np.zeros((self._rows, width), np.int32), insertion, self.seed)
+                if self.kv_on_update == "recompute":
+                    self.engine.rebuild(params, state, np.zeros((self.engine.rebuild_rows, width), np.int32), nobody)
+            for other in self.engine.buckets:
+                self.engine.resize(self.engine.new_state(length), other)
             state, _ = self.engine.generate_chunk(params, self.engine.new_state(length))
             self.engine.free_resource(state, np.zeros(len(self._slots), bool))

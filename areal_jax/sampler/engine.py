@@ -3,7 +3,7 @@
 Invariants:
 * Stateless: the decode state goes in and comes out of every call (donated), so several drivers may share one engine's
   compiled programs.
-* Shapes come from a declared set: cache lengths ``buckets``, prefill rows and lengths; ``warm_up`` compiles them all.
+* Shapes come from a declared set: cache lengths ``buckets``, prefill and rebuild widths ``widths``; the driver's ``warm_up`` compiles them all.
 * The state's sharding is pinned on the way out; parameters of another sharding, shape or type are refused by
   ``check_params``, never converted.
 * Beyond JetStream 0.2.2: log-probs of tokens, several steps a dispatch, one prefix into many slots, slots freed
@@ -39,6 +39,7 @@ class SamplerEngine(jetstream.Engine):
       slots: sequences decoded together.
       max_length: longest sequence, prompt and response.
       buckets: lengths at which the cache is allocated; those from ``max_length`` on are replaced by it.
+      widths: lengths to which sequences are padded when they are prefilled or rebuilt; likewise.
       steps: decode steps of a dispatch (K).
       temperature, top_k, top_p: the sampling distribution.
       seed: the run's seed, for requests that come through JetStream's own interface.
@@ -54,6 +55,7 @@ class SamplerEngine(jetstream.Engine):
         slots: int,
         max_length: int,
         buckets: tuple[int, ...] = (),
+        widths: tuple[int, ...] = (),
         steps: int = 8,
         temperature: float = 1.0,
         top_k: int = 0,
@@ -65,6 +67,8 @@ class SamplerEngine(jetstream.Engine):
         self.model, self._mesh, self.steps, self.seed, self._tokenizer = model, mesh, steps, seed, tokenizer
         self._slots, self.max_length = slots, max_length
         self.buckets = (*(b for b in sorted(buckets) if b < max_length), max_length)
+        self.widths = (*(w for w in sorted(widths) if w < max_length), max_length)
+        self.rebuild_rows = max(1, slots // 4)
         self._sampling = (temperature, top_k, top_p)
         self.param_shardings = named_shardings(mesh, param_specs(model), param_shapes(model))
         self.param_dtype = jnp.dtype(dtype)
@@ -80,7 +84,7 @@ class SamplerEngine(jetstream.Engine):
             for k in {1, steps}
         }
         self._enter = jax.jit(self._enter_body, donate_argnums=1, in_shardings=(params, state, copy, copy, copy), out_shardings=state)
-        self._rebuild = jax.jit(self._rebuild_body, donate_argnums=1, in_shardings=(params, state, copy), out_shardings=state)
+        self._rebuild = jax.jit(self._rebuild_body, donate_argnums=1, in_shardings=(params, state, copy, copy), out_shardings=state)
         self._resize = jax.jit(self._resize_body, static_argnums=1, out_shardings=state)
         self._free = jax.jit(self._free_body, donate_argnums=0, in_shardings=(state, copy), out_shardings=state)
         self._prefill_one = jax.jit(self._prefill_one_body, in_shardings=(params, copy, copy), out_shardings=copy)
@@ -134,6 +138,10 @@ class SamplerEngine(jetstream.Engine):
         """The shortest cache length that holds ``length``."""
         return next((b for b in self.buckets if b >= length), self.buckets[-1])
 
+    def width(self, length: int) -> int:
+        """The shortest prefill width that holds ``length``."""
+        return next((w for w in self.widths if w >= length), self.widths[-1])
+
     def generate_chunk(self, params: Any, state: DecodeState) -> tuple[DecodeState, Chunk]:
         """Up to K decode steps; ends early when no slot is live."""
         return self._generate_k[self.steps](params, state)
@@ -142,9 +150,14 @@ class SamplerEngine(jetstream.Engine):
         """Prefills int32 sequences [rows, length] and puts requests over them into slots (one prefix into many slots)."""
         return self._enter(params, state, sequences, insertion, np.uint32(seed))
 
-    def rebuild(self, params: Any, state: DecodeState, sequences: np.ndarray) -> DecodeState:
-        """The state with its cache recomputed under ``params`` from int32 sequences [slots, length]."""
-        return self._rebuild(params, state, sequences)
+    def rebuild(self, params: Any, state: DecodeState, sequences: np.ndarray, slots: np.ndarray) -> DecodeState:
+        """The state with the cache of some slots recomputed under ``params``.
+
+        Args:
+          sequences: int32 [``rebuild_rows``, width], their tokens so far.
+          slots: int32 [``rebuild_rows``]; rows out of range are not used.
+        """
+        return self._rebuild(params, state, sequences, slots)
 
     def resize(self, state: DecodeState, length: int) -> DecodeState:
         """The state with a cache of another length."""
@@ -210,10 +223,9 @@ class SamplerEngine(jetstream.Engine):
 
     def _enter_body(self, params: Any, state: DecodeState, sequences: jax.Array, new: Insertion, seed: jax.Array) -> DecodeState:
         keys, values = self._caches(params, sequences)
-        length = sequences.shape[1]
+        shared = [[cache[new.rows] for cache in caches] for caches in (keys, values)]
         return state.replace(
-            keys=tuple(c.at[new.slots, :, :, :length].set(k[new.rows], mode="drop") for c, k in zip(state.keys, keys, strict=True)),
-            values=tuple(c.at[new.slots, :, :length].set(v[new.rows], mode="drop") for c, v in zip(state.values, values, strict=True)),
+            **self._placed(state, *shared, new.slots),
             tokens=state.tokens.at[new.slots].set(new.last_tokens, mode="drop"),
             positions=state.positions.at[new.slots].set(new.positions, mode="drop"),
             counts=state.counts.at[new.slots].set(new.counts, mode="drop"),
@@ -222,13 +234,17 @@ class SamplerEngine(jetstream.Engine):
             request_keys=state.request_keys.at[new.slots].set(request_keys(seed, new.group_ids, new.sample_indices), mode="drop"),
         )
 
-    def _rebuild_body(self, params: Any, state: DecodeState, sequences: jax.Array) -> DecodeState:
+    def _rebuild_body(self, params: Any, state: DecodeState, sequences: jax.Array, slots: jax.Array) -> DecodeState:
         keys, values = self._caches(params, sequences)
-        length = sequences.shape[1]
-        return state.replace(
-            keys=tuple(c.at[:, :, :, :length].set(k) for c, k in zip(state.keys, keys, strict=True)),
-            values=tuple(c.at[:, :, :length].set(v) for c, v in zip(state.values, values, strict=True)),
-        )
+        return state.replace(**self._placed(state, keys, values, slots))
+
+    def _placed(self, state: DecodeState, keys: Any, values: Any, slots: jax.Array) -> dict[str, tuple[jax.Array, ...]]:
+        """The caches with keys and values [rows, ...] written at the beginning of ``slots`` [rows]."""
+        length = keys[0].shape[3]
+        return {
+            "keys": tuple(c.at[slots, :, :, :length].set(k, mode="drop") for c, k in zip(state.keys, keys, strict=True)),
+            "values": tuple(c.at[slots, :, :length].set(v, mode="drop") for c, v in zip(state.values, values, strict=True)),
+        }
 
     def _resize_body(self, state: DecodeState, length: int) -> DecodeState:
         def fit(cache: jax.Array, axis: int) -> jax.Array:

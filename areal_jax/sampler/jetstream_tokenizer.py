@@ -62,7 +62,7 @@ class JetStreamTokenizer(jetstream.Tokenizer):
 
     @property
     def bos_id(self) -> int:
-        """JetStream puts it before token ids whose request has no ``session_cache``; the end of a text, as these models have no other."""
+        """JetStream puts it before a prompt of token ids; these models have none, so it is the token that ends the text before."""
         return self.eos_id
 
     @property

@@ -1,0 +1,146 @@
+"""Draws and their log-probs against float64 numpy."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from areal_jax.sampler.sampling import inverse_cdf, request_keys, sample, uniforms
+
+DRAWS = 40_000
+draw = jax.jit(sample, static_argnums=(2, 3, 4))
+
+
+def reference(logits, temperature=1.0, top_k=0, top_p=1.0):
+    """Probabilities float64 [vocab]: temperature, then top-k, then top-p on what is left; ties with the last one stay."""
+    scaled = np.asarray(logits, np.float64) / temperature
+    weights = np.exp(scaled - scaled.max())
+    if top_k:
+        weights[weights < np.sort(weights)[::-1][top_k - 1]] = 0.0
+    weights /= weights.sum()
+    if top_p < 1.0:
+        mass, last = 0.0, 1.0
+        for p in np.sort(weights)[::-1]:
+            if mass >= top_p:
+                break
+            mass, last = mass + p, p
+        weights[weights < last] = 0.0
+    return weights / weights.sum()
+
+
+def tokens_of(logits, count=DRAWS, seed=0, **options):
+    rows = jnp.broadcast_to(jnp.asarray(logits, jnp.float32), (count, len(logits)))
+    numbers = jax.random.uniform(jax.random.key(seed), (count,))
+    token, logprob = draw(rows, numbers, options.get("temperature", 1.0), options.get("top_k", 0), options.get("top_p", 1.0))
+    return np.asarray(token), np.asarray(logprob)
+
+
+def chi_square(counts, probabilities):
+    """Standardised χ² over cells with at least 5 expected draws, the rest pooled; about N(0, 1) when the draws are right."""
+    expected = counts.sum() * probabilities
+    big = expected >= 5
+    observed, wanted = np.append(counts[big], counts[~big].sum()), np.append(expected[big], expected[~big].sum())
+    observed, wanted = observed[wanted > 0], wanted[wanted > 0]
+    freedom = len(wanted) - 1
+    return (np.sum((observed - wanted) ** 2 / wanted) - freedom) / np.sqrt(2 * freedom)
+
+
+OPTIONS = [{}, {"temperature": 0.6}, {"temperature": 1.7}, {"top_k": 5}, {"top_p": 0.8}, {"temperature": 1.3, "top_k": 12, "top_p": 0.7}]
+
+
+@pytest.mark.parametrize(("vocabulary", "options"), [*((40, options) for options in OPTIONS), (700, OPTIONS[0]), (700, OPTIONS[-1])], ids=str)
+def test_draws_follow_the_distribution_and_carry_its_logprob(vocabulary, options):
+    logits = 1.5 * np.random.default_rng(vocabulary).standard_normal(vocabulary).astype(np.float32)
+    wanted = reference(logits, **options)
+    tokens, logprobs = tokens_of(logits, 10_000 if vocabulary > 256 else DRAWS, **options)
+    assert np.all(wanted[tokens] > 0)
+    assert abs(chi_square(np.bincount(tokens, minlength=vocabulary), wanted)) < 4.5
+    np.testing.assert_allclose(logprobs, np.log(wanted[tokens]), atol=2e-6, rtol=2e-6)
+
+
+def test_chi_square_tells_a_wrong_temperature():
+    logits = 1.5 * np.random.default_rng(40).standard_normal(40).astype(np.float32)
+    tokens, _ = tokens_of(logits, temperature=1.06)
+    assert chi_square(np.bincount(tokens, minlength=40), reference(logits)) > 4.5
+
+
+def test_top_p_works_on_what_top_k_left():
+    logits = np.log([0.4, 0.2, 0.1, 0.1, 0.1, 0.1])
+    tokens, logprobs = tokens_of(logits, 2000, top_k=2, top_p=0.65)  # of the two kept, the first has 2/3 of the mass
+    assert set(tokens) == {0} and np.all(np.abs(logprobs) < 1e-6)
+    assert set(tokens_of(logits, 2000, top_p=0.65)[0]) == set(range(6))  # alone: 0.4 + 0.2 < 0.65, and the tied rest stays together
+
+
+def test_ties_with_the_last_kept_token_are_kept():
+    logits = np.array([2.0, 1.0, 1.0, 1.0, 0.0], np.float32)
+    tokens, logprobs = tokens_of(logits, 4000, top_k=2)
+    wanted = reference(logits, top_k=2)
+    assert set(tokens) == {0, 1, 2, 3}
+    np.testing.assert_allclose(logprobs, np.log(wanted[tokens]), atol=1e-6)
+
+
+@pytest.mark.parametrize("vocabulary", [40, 256, 257, 700])
+def test_draw_is_the_inverse_of_the_cumulated_weights(vocabulary):
+    random = np.random.default_rng(vocabulary)
+    weights = (random.random((3000, vocabulary)) ** 4).astype(np.float32)
+    numbers = random.random(3000).astype(np.float32)
+    tokens = np.asarray(jax.jit(inverse_cdf)(weights, numbers))
+    cumulated = np.cumsum(weights.astype(np.float64), -1)
+    cumulated /= cumulated[:, -1:]
+    rows = np.arange(3000)
+    assert np.all(numbers <= cumulated[rows, tokens] + 1e-6)
+    assert np.all(numbers >= np.where(tokens > 0, cumulated[rows, tokens - 1], 0.0) - 1e-6)
+
+
+def test_a_token_without_probability_is_never_drawn():
+    """Uniforms at, just below and just above every step of the cumulated sum, where rounding decides."""
+    inverse = jax.jit(inverse_cdf)
+    random = np.random.default_rng(0)
+    for vocabulary in (40, 300, 700):
+        for _ in range(12):
+            weights = (random.random(vocabulary) * (random.random(vocabulary) < 0.3)).astype(np.float32)
+            weights[random.integers(vocabulary)] = 1.0
+            steps = np.asarray(jnp.cumsum(weights / weights.sum()))
+            numbers = np.concatenate([steps, np.nextafter(steps, np.float32(0)), np.nextafter(steps, np.float32(1)), [0.0, 1.0 - 2.0**-24]])
+            numbers = np.resize(numbers[(numbers >= 0) & (numbers < 1)], 2048).astype(np.float32)
+            tokens = np.asarray(inverse(np.broadcast_to(weights, (2048, vocabulary)), numbers))
+            assert np.all(weights[tokens] > 0)
+    edge = np.zeros((2, 600), np.float32)
+    edge[:, [300, 511]] = 1.0
+    np.testing.assert_array_equal(inverse(edge, np.array([0.0, 1.0 - 2.0**-24], np.float32)), [300, 511])
+
+
+def test_greedy_takes_the_likeliest_token_with_certainty():
+    logits = np.random.default_rng(0).standard_normal((50, 33)).astype(np.float32)
+    token, logprob = draw(logits, np.zeros(50, np.float32), 0.0, 0, 1.0)
+    np.testing.assert_array_equal(token, logits.argmax(-1))
+    np.testing.assert_array_equal(logprob, np.zeros(50))
+
+
+def test_bfloat16_logits_are_scored_in_float32():
+    logits = jnp.asarray(np.random.default_rng(0).standard_normal((50, 33)), jnp.bfloat16)
+    token, logprob = draw(logits, np.linspace(0, 0.99, 50, dtype=np.float32), 0.7, 0, 1.0)
+    assert logprob.dtype == jnp.float32
+    wanted = [np.log(reference(np.asarray(row.astype(jnp.float32)), 0.7)[t]) for row, t in zip(logits, np.asarray(token), strict=True)]
+    np.testing.assert_allclose(logprob, wanted, atol=2e-6, rtol=2e-6)
+
+
+def test_random_numbers_are_a_function_of_seed_group_sample_and_token():
+    numbers = jax.jit(lambda seed, g, s, t: uniforms(request_keys(seed, g, s), t))
+
+    @functools.cache
+    def of(seed, g, s, t):
+        key = jax.random.fold_in(jax.random.fold_in(jax.random.fold_in(jax.random.key(seed), g), s), t)
+        return float(jax.random.uniform(key))
+
+    groups, samples, counts = np.array([0, 0, 1, 1, 2]), np.array([0, 1, 0, 1, 7]), np.array([0, 0, 0, 3, 3])
+    together = np.asarray(numbers(np.uint32(5), groups, samples, counts))
+    np.testing.assert_array_equal(together, [of(5, *map(int, x)) for x in zip(groups, samples, counts, strict=True)])
+    backwards = np.asarray(numbers(np.uint32(5), groups[::-1], samples[::-1], counts[::-1]))
+    np.testing.assert_array_equal(backwards[::-1], together)
+    g, s, t = (x.ravel() for x in np.meshgrid(np.arange(20), np.arange(20), np.arange(20)))
+    grid = np.asarray(numbers(np.uint32(5), g, s, t))
+    assert len(np.unique(grid)) > 0.999 * len(grid)
+    assert grid.min() >= 0.0 and grid.max() < 1.0 and abs(grid.mean() - 0.5) < 0.02
