@@ -89,6 +89,7 @@ def make_engine(
         slots=r.slots,
         max_length=longest,
         buckets=r.length_buckets,
+        widths=r.prefill_buckets,
         steps=r.steps_per_dispatch,
         temperature=r.temperature if temperature is None else temperature,
         top_k=0 if whole else r.top_k,

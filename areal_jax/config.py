@@ -161,11 +161,12 @@ def _rules(c: ConfigDict) -> Iterator[tuple[bool, str]]:
         f"'algorithm.advantage={a.advantage}' compares the samples of a group, so 'rollout.group_size' must be at least 2; got {r.group_size}; "
         "or set 'algorithm.advantage=batch'",
     )
-    buckets = r.length_buckets
-    yield (
-        not buckets or any(not isinstance(b, int) or isinstance(b, bool) or b < 1 for b in buckets) or list(buckets) != sorted(set(buckets)),
-        f"'rollout.length_buckets' must be rising whole numbers from 1; got {tuple(buckets)}",
-    )
+    for key in ("length_buckets", "prefill_buckets"):
+        buckets = r[key]
+        yield (
+            any(not isinstance(b, int) or isinstance(b, bool) or b < 1 for b in buckets) or list(buckets) != sorted(set(buckets)),
+            f"'rollout.{key}' must be rising whole numbers from 1, as in (32,72), or (); got {tuple(buckets)}",
+        )
     longest = c.task.max_prompt_tokens + r.max_new_tokens
     yield (
         bool(c.task.max_prompt_tokens) and 0 < t.micro_batch_tokens < longest,

@@ -204,7 +204,6 @@ def test_group_of_one_has_no_baseline(name):
         (["model.head_dim=15"], ("'model.head_dim'", "even", "15"), ["model.head_dim=16"]),
         (["trainer.groups_per_step=5"], ("'trainer.minibatches'", "5 and 2"), ["trainer.groups_per_step=5", "trainer.minibatches=1"]),
         (["rollout.length_buckets=(96,48)"], ("'rollout.length_buckets'", "rising"), ["rollout.length_buckets=(48,96)"]),
-        (["rollout.length_buckets=()"], ("'rollout.length_buckets'",), ["rollout.length_buckets=(144,)"]),
         (["rollout.length_buckets=(1.5,)"], ("'rollout.length_buckets'", "whole"), ["rollout.length_buckets=(2,)"]),
         (["trainer.micro_batch_tokens=100"], ("'trainer.micro_batch_tokens'", "112", "100"), ["trainer.micro_batch_tokens=192"]),
         (
@@ -304,7 +303,7 @@ def test_workdir_must_be_writable(tmp_path):
 def test_resolved_configuration_is_saved(tmp_path):
     open_workdir(tmp_path / "run", loaded("trainer.learning_rate=1e-4", "rollout.max_staleness=None"))
     saved = json.loads((tmp_path / "run" / "config.json").read_text())
-    assert saved["trainer"]["learning_rate"] == 1e-4 and saved["rollout"]["max_staleness"] is None and saved["rollout"]["length_buckets"] == [48, 96, 144]
+    assert saved["trainer"]["learning_rate"] == 1e-4 and saved["rollout"]["max_staleness"] is None and saved["rollout"]["length_buckets"] == []
     flat = {name for name, _ in fields()}
     assert all(part in saved for part in {name.split(".")[0] for name in flat})
 
@@ -315,7 +314,7 @@ def test_resume_keeps_the_configuration(tmp_path):
     (tmp_path / "checkpoints" / "3").mkdir(parents=True)
     open_workdir(tmp_path, loaded())
     open_workdir(tmp_path, loaded("trainer.steps=500", "checkpoint.every_steps=7", "telemetry.live=off"))
-    for text, before in (("rollout.max_staleness=2", "4"), ("trainer.learning_rate=1.0", "0.0003"), ("seed=3", "0"), ("rollout.length_buckets=(144,)", "96")):
+    for text, before in (("rollout.max_staleness=2", "4"), ("trainer.learning_rate=1.0", "0.0003"), ("seed=3", "0"), ("rollout.length_buckets=(144,)", "[]")):
         with pytest.raises(ConfigError) as caught:
             open_workdir(tmp_path, loaded(text))
         key, _, value = text.partition("=")

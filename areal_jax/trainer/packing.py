@@ -12,7 +12,7 @@ A sequence of n tokens (prompt and response) takes n - 1 positions: its last tok
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -138,14 +138,21 @@ def split_rows(rows: int, counts: Sequence[int]) -> list[int]:
     return sizes
 
 
-def pack_rows(sequences: Sequence[PackedSequence], capacity: int, k_min: int = 1, rows: int | None = None) -> MicroBatch:
+def pack_rows(
+    sequences: Sequence[PackedSequence],
+    capacity: int,
+    k_min: int = 1,
+    rows: Callable[[int], int] = lambda needed: needed,
+    fillers: Sequence[PackedSequence] = (),
+) -> MicroBatch:
     """Lays sequences into rows of ``capacity`` positions by Algorithm 1.
 
     Args:
       sequences: at least two tokens each.
       capacity: C, positions of a row.
       k_min: least number of rows.
-      rows: number of rows of the result, filled up with empty ones; None: as many as are needed.
+      rows: from the number of rows that ``sequences`` need to the number of rows of the result.
+      fillers: sequences that may take the room that is left, longest first, and open no row.
 
     Returns:
       Arrays [rows, C] on the host.
@@ -160,9 +167,10 @@ def pack_rows(sequences: Sequence[PackedSequence], capacity: int, k_min: int = 1
             "raise 'trainer.micro_batch_tokens' (or 'sft.row_tokens'), or lower 'task.max_prompt_tokens' or 'rollout.max_new_tokens'"
         )
     bins = allocate(lengths, capacity, k_min)
-    count = len(bins) if rows is None else rows
-    if len(bins) > count:
-        raise ValueError(f"{len(bins)} rows are needed, {count} given")
+    count = rows(len(bins))
+    bins += [[] for _ in range(count - len(bins))]
+    _fill(bins, [capacity - sum(lengths[i] for i in indices) for indices in bins], [s.positions for s in fillers], len(sequences))
+    sequences = [*sequences, *fillers]
     batch = _empty(count, capacity)
     for row, indices in enumerate(bins):
         start = 0
@@ -180,6 +188,16 @@ def pack_rows(sequences: Sequence[PackedSequence], capacity: int, k_min: int = 1
             batch.advantages[row, generated] = sequence.advantages
             start += n
     return batch
+
+
+def _fill(bins: list[list[int]], room: list[int], lengths: Sequence[int], first: int) -> None:
+    """Adds fillers, numbered from ``first``, to the bins: longest first, each where it leaves least room (best fit)."""
+    for index in np.argsort(-np.asarray(lengths, np.int64), kind="stable"):
+        fitting = [row for row, left in enumerate(room) if left >= lengths[index]]
+        if fitting:
+            best = min(fitting, key=lambda row: room[row])
+            bins[best].append(first + int(index))
+            room[best] -= lengths[index]
 
 
 def _empty(rows: int, capacity: int) -> MicroBatch:
@@ -204,15 +222,13 @@ def take_rows(batch: MicroBatch, rows: np.ndarray, count: int | None = None) -> 
     return MicroBatch(**{f.name: np.concatenate([getattr(batch, f.name)[rows], getattr(filler, f.name)]) for f in dataclasses.fields(MicroBatch)})
 
 
-def micro_batches(sequences: Sequence[PackedSequence], capacity: int, counts: Sequence[int]) -> tuple[MicroBatch, ...]:
-    """A minibatch as micro-batches of the static row counts ``counts`` (largest first)."""
-    packed = pack_rows(sequences, capacity, k_min=min(counts))
-    result, start = [], 0
-    for size in split_rows(packed.tokens.shape[0], counts):
-        rows = np.arange(start, min(start + size, packed.tokens.shape[0]))
-        result.append(take_rows(packed, rows, size))
-        start += size
-    return tuple(result)
+def micro_batches(
+    sequences: Sequence[PackedSequence], capacity: int, counts: Sequence[int], fillers: Sequence[PackedSequence] = ()
+) -> tuple[MicroBatch, ...]:
+    """A minibatch as micro-batches of the static row counts ``counts`` (largest first); ``fillers`` take the room that is left."""
+    packed = pack_rows(sequences, capacity, min(counts), lambda needed: sum(split_rows(max(needed, 1), counts)), fillers)
+    ends = np.cumsum(split_rows(packed.tokens.shape[0], counts))
+    return tuple(take_rows(packed, np.arange(start, end)) for start, end in zip([0, *ends[:-1]], ends, strict=True))
 
 
 def split_groups(tokens: Sequence[int], minibatches: int) -> list[list[int]]:
@@ -247,7 +263,7 @@ def pack(
       capacity: C, positions of a row.
       counts: static row counts, largest first.
       minibatches: sequential updates of the step.
-      skip_zero: leave out samples whose advantages are all 0, which have no gradient; their tokens still count in the mean.
+      skip_zero: samples whose advantages are all 0, and which so have no gradient, only take the room that the others leave; all count in the mean.
 
     Returns:
       The minibatches with the packing's metrics: ``packing/efficiency`` (real ÷ computed positions) and ``packing/micro_batches``.
@@ -257,13 +273,15 @@ def pack(
     for group in batch.groups:
         whole = [np.concatenate([t.prompt_tokens, t.tokens]).astype(np.int32) for t in group.trajectories]
         sequences.append([PackedSequence(w, t.behaviour_logprobs, t.versions, next(values)) for w, t in zip(whole, group.trajectories, strict=True)])
-    computed = [[s for s in group if not skip_zero or np.any(s.advantages)] for group in sequences]
+    computed, fillers = ([[s for s in group if (not skip_zero or np.any(s.advantages)) == wanted] for group in sequences] for wanted in (True, False))
     parts = split_groups([sum(s.positions for s in group) for group in computed], minibatches)
-    packed = tuple(micro_batches([s for index in part for s in computed[index]], capacity, counts) for part in parts)
+    packed = tuple(
+        micro_batches([s for index in part for s in computed[index]], capacity, counts, [s for index in part for s in fillers[index]]) for part in parts
+    )
     tokens = tuple(sum(len(s.versions) for index in part for s in sequences[index]) for part in parts)
     every = [m for part in packed for m in part]
     metrics: dict[str, float | None] = {
-        "packing/efficiency": float(sum((m.segment_ids > 0).sum() for m in every) / sum(m.segment_ids.size for m in every)) if every else None,
+        "packing/efficiency": float(sum((m.segment_ids > 0).sum() for m in every) / sum(m.segment_ids.size for m in every)),
         "packing/micro_batches": float(len(every)),
     }
     return PackedBatch(batch.step, packed, tokens, metrics)

@@ -49,6 +49,9 @@ def config():
     config.trainer.warmup_steps = 0
     config.trainer.learning_rate = 1e-2
     config.rollout.group_size = 3
+    config.trainer.schedule = "constant"
+    config.algorithm.advantage = "batch"
+    config.algorithm.skip_zero_advantage = False
     return config
 
 

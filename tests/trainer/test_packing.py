@@ -111,3 +111,23 @@ def test_a_step_is_packed_with_its_efficiency(batch_of):
     real = sum(t.length + len(t.prompt_tokens) - 1 for g in batch.groups for t in g.trajectories)
     computed = sum(m.tokens.size for part in packed.minibatches for m in part)
     assert packed.metrics["packing/efficiency"] == pytest.approx(real / computed)
+
+
+def held(micro):
+    """(tokens of a segment, its advantages) of a packed micro-batch."""
+    found = []
+    for row in range(micro.tokens.shape[0]):
+        for segment in range(1, micro.segment_ids[row].max() + 1):
+            here = micro.segment_ids[row] == segment
+            found.append((tuple(micro.tokens[row, here].tolist()), tuple(micro.advantages[row, here].tolist())))
+    return found
+
+
+def test_samples_without_gradient_only_fill_the_room_that_is_left():
+    trained, idle = sequences([9, 9, 12], seed=1), [PackedSequence(s.tokens, s.behaviour_logprobs, s.versions, 0 * s.advantages) for s in sequences([4] * 20)]
+    alone, filled = micro_batches(trained, 16, (4, 2)), micro_batches(trained, 16, (4, 2), idle)
+    assert [m.tokens.shape for m in filled] == [m.tokens.shape for m in alone]
+    assert {s for m in alone for s in held(m)} <= {s for m in filled for s in held(m)}
+    real = sum((m.segment_ids > 0).sum() for m in filled) / sum(m.segment_ids.size for m in filled)
+    assert real >= 0.9 > sum((m.segment_ids > 0).sum() for m in alone) / sum(m.segment_ids.size for m in alone)
+    assert sum(m.tokens.shape[0] for m in micro_batches([], 16, (4, 2), idle)) == 2, "with no gradient at all, the smallest micro-batch measures"

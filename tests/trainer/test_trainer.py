@@ -35,7 +35,8 @@ def made(model, params, mesh_of):
 
     config = plain_gradient(base_config())
     config.trainer.micro_batch_tokens, config.trainer.micro_batch_rows = 24, 4
-    config.trainer.groups_per_step, config.trainer.minibatches, config.trainer.warmup_steps = 4, 2, 0
+    config.trainer.groups_per_step, config.trainer.minibatches, config.trainer.warmup_steps, config.trainer.schedule = 4, 2, 0, "constant"
+    config.algorithm.advantage, config.algorithm.skip_zero_advantage = "batch", False
     trainer = Trainer(config, model, mesh_of(), params)
     return trainer, jax.device_get(trainer.state)
 
@@ -251,7 +252,24 @@ def test_batch_metrics_by_hand(batch_of, with_trajectories):
 
 def test_learning_rates(config):
     t = config.trainer
-    t.learning_rate, t.warmup_steps, t.steps = 1.0, 4, 104
+    t.learning_rate, t.warmup_steps, t.steps, t.schedule = 1.0, 4, 104, "constant"
     assert [learning_rate(t, s) for s in (0, 3, 50, 200)] == [0.25, 1.0, 1.0, 1.0]
     t.schedule = "cosine"
     assert learning_rate(t, 54) == pytest.approx(0.5) and learning_rate(t, 104) == pytest.approx(0.0)
+
+
+def test_leaving_out_samples_without_gradient_changes_no_update(model, params, config, mesh_of, batch_of, with_trajectories):
+    batch = batch_of(groups=4, samples=3, seed=8)
+    equal = batch.groups[0].group_id
+    batch = with_trajectories(batch, lambda t: dataclasses.replace(t, reward=1.0 if t.group_id == equal else t.reward))
+    ends, positions = [], []
+    for skip in (False, True):
+        config.algorithm.skip_zero_advantage, config.algorithm.advantage = skip, "grpo"
+        config.trainer.minibatches = 1
+        trainer = Trainer(config, model, mesh_of(), params)
+        packed = trainer.build(batch)
+        positions.append(sum(m.segment_ids.size for part in packed.minibatches for m in part))
+        trainer.step(packed)
+        ends.append(jax.device_get(trainer.params))
+    assert positions[1] < positions[0]
+    assert_trees_close(ends[1], ends[0], params)
