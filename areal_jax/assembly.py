@@ -17,10 +17,9 @@ from typing import Any
 
 import jax
 import psutil
-from ml_collections import ConfigDict
 
 from areal_jax.cluster.meshes import Meshes, make_meshes, set_host_devices
-from areal_jax.config import put
+from areal_jax.config import Config, put
 from areal_jax.controller.controller import Controller
 from areal_jax.controller.evaluation import EVALUATION, Evaluator
 from areal_jax.controller.loop import STEADY_AFTER, Loop
@@ -51,7 +50,7 @@ EVALUATION_SEED = 0x5EED
 """Added to the run's seed for held-out sampling."""
 
 
-def load_problems(config: ConfigDict) -> tuple[Tokenizer, Task, ConfigDict]:
+def load_problems(config: Config) -> tuple[Tokenizer, Task, Config]:
     """Tokenizer, task, and the configuration with the lengths that follow from the task. Touches no device."""
     tokenizer = load_tokenizer(config.model.path) if config.model.path else embedded_tokenizer()
     task = load_task(config, tokenizer)
@@ -60,7 +59,7 @@ def load_problems(config: ConfigDict) -> tuple[Tokenizer, Task, ConfigDict]:
     return tokenizer, task, settled
 
 
-def start_devices(config: ConfigDict) -> Meshes:
+def start_devices(config: Config) -> Meshes:
     """The meshes; JAX's devices exist from here on."""
     set_host_devices(config)
     if config.cluster.compilation_cache:
@@ -69,7 +68,7 @@ def start_devices(config: ConfigDict) -> Meshes:
     return make_meshes(config)
 
 
-def make_policy(config: ConfigDict, tokenizer: Tokenizer) -> tuple[ModelConfig, Any]:
+def make_policy(config: Config, tokenizer: Tokenizer) -> tuple[ModelConfig, Any]:
     """Architecture and parameters: a checkpoint's, or new ones from the seed."""
     if config.model.path:
         return load_policy(config.model.path)
@@ -77,9 +76,7 @@ def make_policy(config: ConfigDict, tokenizer: Tokenizer) -> tuple[ModelConfig, 
     return model, init_params(model, jax.random.key(config.seed))
 
 
-def make_engine(
-    config: ConfigDict, model: ModelConfig, meshes: Meshes, tokenizer: Tokenizer, longest: int, *, temperature: float | None = None
-) -> SamplerEngine:
+def make_engine(config: Config, model: ModelConfig, meshes: Meshes, tokenizer: Tokenizer, longest: int, *, temperature: float | None = None) -> SamplerEngine:
     """The sampler's programs; with ``temperature`` those of evaluation: the whole distribution at that temperature."""
     r = config.rollout
     whole = temperature is not None
@@ -100,25 +97,25 @@ def make_engine(
     )
 
 
-def evaluation_engine(config: ConfigDict, engine: SamplerEngine, make: Callable[[float], SamplerEngine]) -> SamplerEngine:
+def evaluation_engine(config: Config, engine: SamplerEngine, make: Callable[[float], SamplerEngine]) -> SamplerEngine:
     """The rollout engine itself where evaluation samples from the same distribution, else one more."""
     r = config.rollout
     same = config.eval.temperature == r.temperature and r.top_p == 1.0 and r.top_k == 0
     return engine if same else make(config.eval.temperature)
 
 
-def make_driver(config: ConfigDict, engine: SamplerEngine, update: WeightUpdate, **more: Any) -> RolloutDriver:
+def make_driver(config: Config, engine: SamplerEngine, update: WeightUpdate, **more: Any) -> RolloutDriver:
     """A sampler over an engine's programs; ``more``: seed and callbacks."""
     r = config.rollout
     return RolloutDriver(engine, update, prefill_groups=r.prefill_groups, group_size=r.group_size, kv_on_update=r.kv_on_update, **more)
 
 
-def make_rewards(config: ConfigDict, on_result: Callable[[Any], None]) -> RewardService:
+def make_rewards(config: Config, on_result: Callable[[Any], None]) -> RewardService:
     """The configured verifier in processes of its own."""
     return RewardService(config.reward.workers, config.reward.timeout_s, config.reward.verifier, on_result)
 
 
-def make_evaluator(config: ConfigDict, task: Task, tokenizer: Tokenizer, engine: SamplerEngine, rewards: RewardService, **callbacks: Any) -> Evaluator:
+def make_evaluator(config: Config, task: Task, tokenizer: Tokenizer, engine: SamplerEngine, rewards: RewardService, **callbacks: Any) -> Evaluator:
     """Evaluation on the held-out prompts with the engine's programs; ``callbacks``: on_row, trainer_version, stop_requested, trace."""
     seed = (config.seed + EVALUATION_SEED) % 2**32
     return Evaluator(
@@ -135,7 +132,7 @@ def make_evaluator(config: ConfigDict, task: Task, tokenizer: Tokenizer, engine:
 
 @contextlib.contextmanager
 def evaluation_alone(
-    config: ConfigDict,
+    config: Config,
     tokenizer: Tokenizer,
     task: Task,
     model: ModelConfig,
@@ -176,7 +173,7 @@ def evaluation_alone(
 class Files:
     """The files of a run: metrics, journal, trace, checkpoints."""
 
-    def __init__(self, workdir: pathlib.Path, config: ConfigDict):
+    def __init__(self, workdir: pathlib.Path, config: Config):
         members = [f"reward/{name}" for name in ("correct", "format", "scorer", "math_verify")]
         self.workdir = workdir
         self.metrics = MetricsWriter(workdir, config.telemetry.tensorboard, members)
@@ -212,7 +209,7 @@ class Run:
 
     def __init__(
         self,
-        config: ConfigDict,
+        config: Config,
         tokenizer: Tokenizer,
         task: Task,
         model: ModelConfig,

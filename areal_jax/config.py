@@ -11,14 +11,13 @@ from __future__ import annotations
 import ast
 import difflib
 import importlib.util
-import json
 import math
 import os
 import pathlib
 import sys
 import time
 from collections.abc import Iterator, Sequence
-from typing import Any
+from typing import Any, TypeAlias
 
 from ml_collections import ConfigDict
 
@@ -26,6 +25,9 @@ from areal_jax.config_fields import FIELDS, Field
 
 WARMUP_STEPS = 1600
 """Of a new policy, when the configuration does not say."""
+
+Config: TypeAlias = Any
+"""An ``ml_collections.ConfigDict``; its keys are known at run time only, and checked there."""
 
 MESH_AXES = ("data", "fsdp", "tensor")
 
@@ -43,7 +45,7 @@ def fields(tree: dict[str, Any] = FIELDS, prefix: str = "") -> Iterator[tuple[st
             yield from fields(value, f"{prefix}{name}.")
 
 
-def base_config() -> ConfigDict:
+def base_config() -> Config:
     """The defaults, for ``configs/*.py`` to change. Keys are fixed; an unknown one raises."""
 
     def build(tree: dict[str, Any]) -> dict[str, Any]:
@@ -117,14 +119,14 @@ def _check_field(key: str, field: Field, value: Any) -> Any:
     return value
 
 
-def get(config: ConfigDict, key: str) -> Any:
+def get(config: Config, key: str) -> Any:
     """The value at 'section.key'."""
     for part in key.split("."):
         config = config[part]
     return config
 
 
-def put(config: ConfigDict, key: str, value: Any) -> None:
+def put(config: Config, key: str, value: Any) -> None:
     """Sets the value at 'section.key'."""
     *sections, leaf = key.split(".")
     for part in sections:
@@ -147,7 +149,7 @@ def parse_mesh(key: str, text: str) -> dict[str, int]:
     return sizes
 
 
-def _rules(c: ConfigDict) -> Iterator[tuple[bool, str]]:
+def _rules(c: Config) -> Iterator[tuple[bool, str]]:
     """(broken, message) of every rule that joins several keys."""
     r, t, m, a = c.rollout, c.trainer, c.model, c.algorithm
     yield m.heads % m.kv_heads != 0, f"'model.heads' must be a multiple of 'model.kv_heads'; got {m.heads} and {m.kv_heads}"
@@ -170,7 +172,8 @@ def _rules(c: ConfigDict) -> Iterator[tuple[bool, str]]:
     longest = c.task.max_prompt_tokens + r.max_new_tokens
     yield (
         bool(c.task.max_prompt_tokens) and 0 < t.micro_batch_tokens < longest,
-        f"'trainer.micro_batch_tokens' must hold the longest sequence, 'task.max_prompt_tokens' + 'rollout.max_new_tokens' = {longest}; got {t.micro_batch_tokens}",
+        f"'trainer.micro_batch_tokens' must hold the longest sequence, 'task.max_prompt_tokens' + 'rollout.max_new_tokens' = {longest}; "
+        f"got {t.micro_batch_tokens}",
     )
     yield (
         0 < t.micro_batch_tokens <= r.max_new_tokens,
@@ -202,7 +205,7 @@ def _rules(c: ConfigDict) -> Iterator[tuple[bool, str]]:
     )
 
 
-def check_devices(config: ConfigDict, available: int) -> tuple[int, int, bool]:
+def check_devices(config: Config, available: int) -> tuple[int, int, bool]:
     """(sampler devices, trainer devices, whether both share one device) for a number of devices.
 
     Raises:
@@ -229,12 +232,14 @@ def check_devices(config: ConfigDict, available: int) -> tuple[int, int, bool]:
         product = math.prod(sizes.values())
         if count % product or ("data" in sizes and product != count):
             raise ConfigError(
-                f"'cluster.mesh.{role}' must multiply to a divisor of its {count} devices (exactly {count} when data is given); got '{c.mesh[role]}' = {product}"
+                f"'cluster.mesh.{role}' must multiply to a divisor of its {count} devices (exactly {count} when data is given); "
+                f"got '{c.mesh[role]}' = {product}"
             )
         tensor = sizes.get("tensor", 1)
         if not config.model.path and (config.model.kv_heads % tensor or config.model.heads % tensor):
             raise ConfigError(
-                f"'cluster.mesh.{role}': the tensor axis must divide 'model.kv_heads' = {config.model.kv_heads} and 'model.heads' = {config.model.heads}; got {tensor}"
+                f"'cluster.mesh.{role}': the tensor axis must divide 'model.kv_heads' = {config.model.kv_heads} and "
+                f"'model.heads' = {config.model.heads}; got {tensor}"
             )
         if role == "trainer":
             shards = count // tensor
@@ -247,7 +252,7 @@ def check_devices(config: ConfigDict, available: int) -> tuple[int, int, bool]:
     return sampler, trainer, shared
 
 
-def validate(config: ConfigDict) -> ConfigDict:
+def validate(config: Config) -> Config:
     """Checks every key and every rule; returns the configuration with its types settled.
 
     Raises:
@@ -255,7 +260,7 @@ def validate(config: ConfigDict) -> ConfigDict:
     """
     known = dict(fields())
 
-    def walk(tree: ConfigDict, prefix: str) -> Iterator[str]:
+    def walk(tree: Config, prefix: str) -> Iterator[str]:
         for name in tree:
             if isinstance(tree[name], ConfigDict):
                 yield from walk(tree[name], f"{prefix}{name}.")
@@ -277,7 +282,7 @@ def validate(config: ConfigDict) -> ConfigDict:
     return config
 
 
-def load(argv: Sequence[str], flags: Sequence[str] = ()) -> tuple[ConfigDict, pathlib.Path, dict[str, str]]:
+def load(argv: Sequence[str], flags: Sequence[str] = ()) -> tuple[Config, pathlib.Path, dict[str, str]]:
     """Reads ``--config=file.py[:variant] --config.section.key=value --workdir=DIR`` and checks it.
 
     Args:
@@ -328,7 +333,7 @@ def load(argv: Sequence[str], flags: Sequence[str] = ()) -> tuple[ConfigDict, pa
     return validate(config), pathlib.Path(workdir or f"runs/{name}-{time.strftime('%Y%m%d-%H%M%S')}"), further
 
 
-def read_file(file: str) -> ConfigDict:
+def read_file(file: str) -> Config:
     """The configuration of 'path.py' or 'path.py:variant'."""
     path, _, variant = file.partition(":")
     if not os.path.isfile(path):
@@ -350,48 +355,6 @@ def read_file(file: str) -> ConfigDict:
     if not isinstance(config, ConfigDict):
         raise ConfigError(f"'{path}': get_config must return the ConfigDict of base_config(); it returned {type(config).__name__}")
     return config
-
-
-def open_workdir(workdir: pathlib.Path, config: ConfigDict) -> None:
-    """Makes the run's directory, proves that it can be written and saves the resolved configuration.
-
-    Raises:
-      ConfigError: the directory cannot be made or written, or holds checkpoints of another configuration.
-    """
-    text = json.dumps(config.to_dict(), indent=2, sort_keys=True, default=list) + "\n"
-    saved = workdir / "config.json"
-    try:
-        workdir.mkdir(parents=True, exist_ok=True)
-        before = json.loads(saved.read_text()) if saved.exists() else None
-        if before and any(any((workdir / part).glob("[0-9]*")) for part in ("warmup", "checkpoints")):
-            _same_run(before, json.loads(text), workdir)
-        temporary = workdir / "config.json.tmp"
-        with open(temporary, "w") as stream:
-            stream.write(text)
-            stream.flush()
-            os.fsync(stream.fileno())
-        os.replace(temporary, saved)
-    except (OSError, json.JSONDecodeError) as error:
-        raise ConfigError(f"the work directory must be writable; '{workdir}': {error}; choose another by --workdir=DIR") from error
-
-
-MAY_CHANGE = ("telemetry.", "checkpoint.", "trainer.steps", "rollout.wait_timeout_s", "eval.", "cluster.", "reward.")
-"""Keys that a resumed run may set anew."""
-
-
-def _same_run(old: dict[str, Any], new: dict[str, Any], workdir: pathlib.Path) -> None:
-    def flat(tree: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
-        for name, value in tree.items():
-            yield from flat(value, f"{prefix}{name}.") if isinstance(value, dict) else [(prefix + name, value)]
-
-    before, after = dict(flat(old)), dict(flat(new))
-    changed = [k for k in sorted(before.keys() | after.keys()) if before.get(k) != after.get(k) and not k.startswith(MAY_CHANGE)]
-    if changed:
-        k = changed[0]
-        raise ConfigError(
-            f"'{workdir}' holds a run with '{k}' = {before.get(k)!r}, not {after.get(k)!r}; a resumed run keeps its configuration: "
-            "take the same values or another --workdir"
-        )
 
 
 def run_main(main: Any, argv: Sequence[str] | None = None) -> None:

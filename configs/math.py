@@ -17,12 +17,10 @@ Where the defaults are those of the paper (arXiv 2505.24298, Table 3): no critic
 * samples of advantage 0 are not computed (same gradient).
 """
 
-from ml_collections import ConfigDict
-
-from areal_jax.config import ConfigError, base_config
+from areal_jax.config import Config, ConfigError, base_config
 
 
-def get_config(variant: str = "") -> ConfigDict:
+def get_config(variant: str = "") -> Config:
     config = base_config()
     if variant:
         raise ConfigError(f"configs/math.py has no variant '{variant}'; leave it out for the embedded job")

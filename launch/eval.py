@@ -8,7 +8,8 @@ It prints the accuracy with its 95 % interval, over all problems and by kind, an
 seed and task: take the same configuration as the training.
 """
 
-from areal_jax.config import ConfigError, load, open_workdir, run_main
+from areal_jax.config import ConfigError, load, run_main
+from areal_jax.workdir import open_workdir
 
 
 def main(argv: list[str]) -> int:

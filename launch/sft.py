@@ -11,7 +11,8 @@ WORKDIR/policy. Keys are listed in areal_jax/config_fields.py, section sft.
 import time
 from typing import Any
 
-from areal_jax.config import ConfigError, load, open_workdir, run_main
+from areal_jax.config import ConfigError, load, run_main
+from areal_jax.workdir import open_workdir
 
 
 def main(argv: list[str]) -> int:

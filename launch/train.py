@@ -9,7 +9,8 @@ Keys are listed in areal_jax/config_fields.py. The same command with the same --
 
 import time
 
-from areal_jax.config import load, open_workdir, run_main
+from areal_jax.config import load, run_main
+from areal_jax.workdir import open_workdir
 
 
 def main(argv: list[str]) -> int:

@@ -72,6 +72,7 @@ class Loop:
         self._batch: TrainingBatch | None = None
         self._waited = {"batch": 0.0, "due": 0.0}
         self._saved: int | None = None
+        self._whole = True
         self._totals: dict[str, float] = {}
 
     def run(self) -> bool:
@@ -90,8 +91,11 @@ class Loop:
                 raise self.rollout.failure
             return self.controller.version >= self._total
         finally:
-            self.rollout.stop(timeout_s=20.0)
-            self.checkpoint()
+            try:
+                self.rollout.stop(timeout_s=20.0)
+            finally:
+                if self._whole:  # else the newest checkpoint is the last whole state
+                    self.checkpoint()
 
     def checkpoint(self) -> None:
         """Begins a checkpoint of this version, unless it has one."""
@@ -134,10 +138,12 @@ class Loop:
         batch = self._batch
         assert batch is not None
         begun = time.monotonic()
+        self._whole = False
         metrics = self.learner.step(packed)
         self._trace("trainer", "train step", begun, time.monotonic(), step=batch.step, groups=len(batch.groups))
         with self._changed:
             self.controller.batch_trained(batch)
+            self._whole = True
             version = self.controller.version
         begun = time.monotonic()
         update = self.pusher.push(self.learner.params, version)

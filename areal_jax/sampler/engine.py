@@ -12,6 +12,7 @@ Invariants:
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 from typing import Any
 
@@ -189,7 +190,8 @@ class SamplerEngine(jetstream.Engine):
             live = state.live
             counts = state.counts + live
             ended = jnp.any(token[:, None] == eos[None, :], -1) | (counts >= state.limits)
-            state = state.replace(
+            state = dataclasses.replace(
+                state,
                 keys=tuple(keys),
                 values=tuple(values),
                 tokens=jnp.where(live, token, state.tokens),
@@ -223,9 +225,10 @@ class SamplerEngine(jetstream.Engine):
 
     def _enter_body(self, params: Any, state: DecodeState, sequences: jax.Array, new: Insertion, seed: jax.Array) -> DecodeState:
         keys, values = self._caches(params, sequences)
-        shared = [[cache[new.rows] for cache in caches] for caches in (keys, values)]
-        return state.replace(
-            **self._placed(state, *shared, new.slots),
+        shared_keys, shared_values = ([cache[new.rows] for cache in caches] for caches in (keys, values))
+        return dataclasses.replace(
+            state,
+            **self._placed(state, shared_keys, shared_values, new.slots),
             tokens=state.tokens.at[new.slots].set(new.last_tokens, mode="drop"),
             positions=state.positions.at[new.slots].set(new.positions, mode="drop"),
             counts=state.counts.at[new.slots].set(new.counts, mode="drop"),
@@ -236,7 +239,7 @@ class SamplerEngine(jetstream.Engine):
 
     def _rebuild_body(self, params: Any, state: DecodeState, sequences: jax.Array, slots: jax.Array) -> DecodeState:
         keys, values = self._caches(params, sequences)
-        return state.replace(**self._placed(state, keys, values, slots))
+        return dataclasses.replace(state, **self._placed(state, keys, values, slots))
 
     def _placed(self, state: DecodeState, keys: Any, values: Any, slots: jax.Array) -> dict[str, tuple[jax.Array, ...]]:
         """The caches with keys and values [rows, ...] written at the beginning of ``slots`` [rows]."""
@@ -251,10 +254,10 @@ class SamplerEngine(jetstream.Engine):
             widths = [(0, max(0, length - cache.shape[axis])) if i == axis else (0, 0) for i in range(4)]
             return jax.lax.slice_in_dim(jnp.pad(cache, widths), 0, length, axis=axis)
 
-        return state.replace(keys=tuple(fit(c, 3) for c in state.keys), values=tuple(fit(c, 2) for c in state.values))
+        return dataclasses.replace(state, keys=tuple(fit(c, 3) for c in state.keys), values=tuple(fit(c, 2) for c in state.values))
 
     def _free_body(self, state: DecodeState, slots: jax.Array) -> DecodeState:
-        return state.replace(live=state.live & ~slots)
+        return dataclasses.replace(state, live=state.live & ~slots)
 
     def _prefill_one_body(self, params: Any, tokens: jax.Array, true_length: jax.Array) -> Prefix:
         keys, values = self._caches(params, tokens[None])
@@ -263,7 +266,8 @@ class SamplerEngine(jetstream.Engine):
     def _insert_one_body(self, state: DecodeState, prefix: Prefix, slot: jax.Array) -> DecodeState:
         length = min(prefix.keys[0].shape[3], state.length)
         one = jnp.ones(1, jnp.int32)
-        return state.replace(
+        return dataclasses.replace(
+            state,
             keys=tuple(c.at[slot, :, :, :length].set(k[0, :, :, :length]) for c, k in zip(state.keys, prefix.keys, strict=True)),
             values=tuple(c.at[slot, :, :length].set(v[0, :, :length]) for c, v in zip(state.values, prefix.values, strict=True)),
             tokens=state.tokens.at[slot].set(prefix.last_token[0]),
@@ -308,11 +312,11 @@ class SamplerEngine(jetstream.Engine):
         """JetStream: where a prefix must lie before insert."""
         return self._replicated
 
-    def get_tokenizer(self) -> jetstream.TokenizerParameters:
+    def get_tokenizer(self) -> Any:
         """JetStream: facts to build a tokenizer from."""
         return jetstream.TokenizerParameters(path="", extra_ids=0)
 
-    def build_tokenizer(self, metadata: jetstream.TokenizerParameters) -> Any:
+    def build_tokenizer(self, metadata: Any) -> Any:
         """JetStream: the engine's tokenizer behind JetStream's interface."""
         from areal_jax.sampler.jetstream_tokenizer import JetStreamTokenizer
 

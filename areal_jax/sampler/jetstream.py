@@ -33,7 +33,7 @@ from jetstream.engine import engine_api, token_utils, tokenizer_api, tokenizer_p
 Engine = engine_api.Engine
 ResultTokens = engine_api.ResultTokens
 Tokenizer = tokenizer_api.Tokenizer
-TokenizerParameters = tokenizer_pb2.TokenizerParameters
+TokenizerParameters = vars(tokenizer_pb2)["TokenizerParameters"]
 pad_tokens = token_utils.pad_tokens
 
 

@@ -8,6 +8,8 @@ A slot that is not live computes along with the others and changes nothing that 
 
 from __future__ import annotations
 
+from typing import Any
+
 import jax
 import numpy as np
 from flax import struct
@@ -17,14 +19,14 @@ from flax import struct
 class DecodeState:
     """Keys [slots, kv_heads, head_dim, length] and values [slots, kv_heads, length, head_dim] a layer; the rest [slots]."""
 
-    keys: tuple[jax.Array, ...]
-    values: tuple[jax.Array, ...]
-    tokens: jax.Array
-    positions: jax.Array
-    counts: jax.Array
-    limits: jax.Array
-    live: jax.Array
-    request_keys: jax.Array
+    keys: Any
+    values: Any
+    tokens: Any
+    positions: Any
+    counts: Any
+    limits: Any
+    live: Any
+    request_keys: Any
 
     @property
     def length(self) -> int:
@@ -39,10 +41,10 @@ class DecodeState:
 class Prefix:
     """Keys and values of one prompt, [1, ...] a layer, with the prompt's last token and its length [1]."""
 
-    keys: tuple[jax.Array, ...]
-    values: tuple[jax.Array, ...]
-    last_token: jax.Array
-    true_length: jax.Array
+    keys: Any
+    values: Any
+    last_token: Any
+    true_length: Any
 
 
 @struct.dataclass
@@ -70,11 +72,11 @@ class Insertion:
     All int32 [N].
     """
 
-    rows: np.ndarray
-    slots: np.ndarray
-    last_tokens: np.ndarray
-    positions: np.ndarray
-    counts: np.ndarray
-    limits: np.ndarray
-    group_ids: np.ndarray
-    sample_indices: np.ndarray
+    rows: Any
+    slots: Any
+    last_tokens: Any
+    positions: Any
+    counts: Any
+    limits: Any
+    group_ids: Any
+    sample_indices: Any

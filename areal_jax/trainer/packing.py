@@ -222,9 +222,7 @@ def take_rows(batch: MicroBatch, rows: np.ndarray, count: int | None = None) -> 
     return MicroBatch(**{f.name: np.concatenate([getattr(batch, f.name)[rows], getattr(filler, f.name)]) for f in dataclasses.fields(MicroBatch)})
 
 
-def micro_batches(
-    sequences: Sequence[PackedSequence], capacity: int, counts: Sequence[int], fillers: Sequence[PackedSequence] = ()
-) -> tuple[MicroBatch, ...]:
+def micro_batches(sequences: Sequence[PackedSequence], capacity: int, counts: Sequence[int], fillers: Sequence[PackedSequence] = ()) -> tuple[MicroBatch, ...]:
     """A minibatch as micro-batches of the static row counts ``counts`` (largest first); ``fillers`` take the room that is left."""
     packed = pack_rows(sequences, capacity, min(counts), lambda needed: sum(split_rows(max(needed, 1), counts)), fillers)
     ends = np.cumsum(split_rows(packed.tokens.shape[0], counts))

@@ -83,9 +83,7 @@ def place(model: ModelConfig, mesh: Mesh, optimizer: optax.GradientTransformatio
     shapes = jax.eval_shape(lambda p: new_state(optimizer, p), params)
     scalar = NamedSharding(mesh, P())
     of_params = named_shardings(mesh, param_specs(model), shapes.params)
-    of_optimizer = optax.tree_map_params(
-        optimizer, lambda _, sharding: sharding, shapes.opt_state, of_params, transform_non_params=lambda _: scalar
-    )
+    of_optimizer = optax.tree_map_params(optimizer, lambda _, sharding: sharding, shapes.opt_state, of_params, transform_non_params=lambda _: scalar)
     state = TrainState(params=of_params, opt_state=of_optimizer, step=scalar, skipped=scalar)
     return Placement(state, NamedSharding(mesh, logical_to_mesh("batch", None)), scalar, mesh.shape["data"] * mesh.shape["fsdp"])
 

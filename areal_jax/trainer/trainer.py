@@ -59,9 +59,7 @@ def learning_rate(section: Any, step: int) -> float:
     return rate * min(1.0, (step + 1) / section.warmup_steps) if section.warmup_steps else rate
 
 
-def token_statistics(
-    loss: TokenLoss, entropy: jax.Array, proximal: jax.Array, micro: MicroBatch, version: jax.Array
-) -> dict[str, jax.Array]:
+def token_statistics(loss: TokenLoss, entropy: jax.Array, proximal: jax.Array, micro: MicroBatch, version: jax.Array) -> dict[str, jax.Array]:
     """Sums and maxima over a micro-batch's generated tokens, by the names in ``SUMS`` and ``MAXIMA``.
 
     KL terms are the non-negative estimator r - 1 - log r of the sampled tokens. The engine gap is taken on tokens of the trainer's own
@@ -144,9 +142,7 @@ class Trainer(StateHolder):
             gradients = self._no_gradients()
             fresh = self._true if index == 0 else self._false
             for micro, centre in zip(minibatch, proximal[index], strict=True):
-                gradients, statistics = self._accumulate[micro.tokens.shape[0]](
-                    self.state.params, gradients, statistics, micro, centre, fresh, version
-                )
+                gradients, statistics = self._accumulate[micro.tokens.shape[0]](self.state.params, gradients, statistics, micro, centre, fresh, version)
             tokens = jax.device_put(np.float32(max(1, packed.tokens[index])), self.placement.scalar)
             self.state, norm, finite = self._apply(self.state, gradients, tokens, device_rate, version)
             norms.append(norm)
@@ -213,9 +209,7 @@ class Trainer(StateHolder):
         programs: dict[Any, Any] = {
             "gradients": jax.jit(lambda: zeros(gradients), out_shardings=shardings[0]).lower(),
             "statistics": jax.jit(lambda: zeros(statistics), out_shardings=shardings[1]).lower(),
-            "apply": jax.jit(apply, donate_argnums=0, out_shardings=(here.state, here.scalar, here.scalar)).lower(
-                state, gradients, scalar, scalar, version
-            ),
+            "apply": jax.jit(apply, donate_argnums=0, out_shardings=(here.state, here.scalar, here.scalar)).lower(state, gradients, scalar, scalar, version),
         }
         for rows in self.counts:
             shape = (rows, config.trainer.micro_batch_tokens)

@@ -77,7 +77,7 @@ def warm_up(
             trainer = StateHolder(model, mesh, config.sft, params, config.model.param_dtype)
         else:
             corpus = pairs()
-            row_tokens = config.sft.row_tokens or max(160, -(-max(len(p) + len(r) for p, r in corpus) // 16) * 16)
+            row_tokens = config.sft.row_tokens or max(144, -(-max(len(p) + len(r) for p, r in corpus) // 16) * 16)
             packed = pack_demonstrations(corpus, row_tokens)
             trainer = SupervisedTrainer(config.sft, model, mesh, params, packed, config.seed, config.model.param_dtype)
         if latest is not None:

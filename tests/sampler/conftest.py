@@ -45,7 +45,7 @@ def engine_of(model):
 
     @functools.cache
     def make(mesh=(1, 1, 1), model=model, **options):
-        options = {"slots": 4, "max_length": LENGTH, "buckets": (16,), "steps": 4, "temperature": 0.9} | options
+        options = {"slots": 4, "max_length": LENGTH, "buckets": (16,), "widths": (12,), "steps": 4, "temperature": 0.9} | options
         return SamplerEngine(model, build_mesh(mesh, jax.devices()[: int(np.prod(mesh))]), **options)
 
     return make

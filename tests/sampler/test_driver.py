@@ -65,21 +65,21 @@ def test_tokens_do_not_depend_on_company_slot_or_order(engine_of, driver_of, run
     same(run(driver, requests[2:5], lambda n: driver.submit(arrivals.pop(n, []))), plain)
 
 
-@pytest.mark.parametrize("options", [{"steps": 1, "buckets": ()}, {"steps": 8, "buckets": (12, 24), "slots": 3}], ids=str)
+@pytest.mark.parametrize("options", [{"steps": 1, "buckets": (), "widths": ()}, {"steps": 8, "buckets": (12, 24), "widths": (8, 24), "slots": 3}], ids=str)
 def test_tokens_do_not_depend_on_the_engines_shapes(engine_of, driver_of, run, requests, plain, options):
     same(run(driver_of(engine_of(**options), prefill_groups=3, group_size=1), requests), plain)
 
 
 @pytest.mark.parametrize("mesh", [(2, 1, 1), (1, 1, 2), (2, 1, 2)], ids=str)
 def test_tokens_do_not_depend_on_the_mesh(engine_of, driver_of, run, requests, plain, update_of, mesh):
-    engine = engine_of(mesh=mesh, buckets=())
+    engine = engine_of(mesh=mesh, buckets=(), widths=())
     driver = driver_of(engine)
     same(run(driver, requests, lambda n: driver.publish(update_of(engine, 1, seed=0)) if n == 2 else None), plain)
     assert len(driver._state.keys[0].sharding.device_set) == np.prod(mesh) and not driver._state.keys[0].is_fully_replicated
 
 
 def test_greedy_driver_takes_the_likeliest_tokens(engine_of, driver_of, run, requests, judge):
-    finished = run(driver_of(engine_of(temperature=0.0, buckets=())), requests)
+    finished = run(driver_of(engine_of(temperature=0.0, buckets=(), widths=())), requests)
     for request in requests:
         judge(request, finished[request.key], temperature=0)
 
@@ -87,8 +87,11 @@ def test_greedy_driver_takes_the_likeliest_tokens(engine_of, driver_of, run, req
 # Weights that change.
 
 
-def test_interruption_without_change_is_no_interruption(engine_of, driver_of, run, requests, plain, update_of):
-    engine = engine_of()
+@pytest.mark.parametrize("options", [{}, {"slots": 9, "buckets": (), "widths": (9, 16)}], ids=str)
+def test_interruption_without_change_is_no_interruption(engine_of, driver_of, run, requests, plain, update_of, options):
+    """The second engine rebuilds two sequences of unlike length in one program, at several widths."""
+    engine = engine_of(**options)
+    assert engine.rebuild_rows == (2 if options else 1)
     driver = driver_of(engine)
     finished = run(driver, requests, lambda n: driver.publish(update_of(engine, n + 1, seed=0)))
     same(finished, plain)
@@ -96,7 +99,7 @@ def test_interruption_without_change_is_no_interruption(engine_of, driver_of, ru
     assert max(len(np.unique(t.versions)) for t in finished.values()) >= 3
 
 
-@pytest.mark.parametrize("options", [{"steps": 1, "buckets": ()}, {"steps": 4}], ids=str)
+@pytest.mark.parametrize("options", [{"steps": 1, "buckets": (), "widths": ()}, {"steps": 4}], ids=str)
 def test_update_after_k_tokens_splices_exactly_there(engine_of, driver_of, run, requests, plain, judge, update_of, options):
     """system-022: 4 requests in slots, new weights after 2 dispatches."""
     engine = engine_of(**options)
@@ -238,7 +241,7 @@ def test_updates_from_another_thread_lose_and_repeat_nothing(engine_of, driver_o
 
 def test_generation_stops_at_any_end_token_and_keeps_it(engine_of, driver_of, run, requests, plain, model):
     """system-025. The same requests under a model whose end token lies outside the vocabulary show where each should end."""
-    endless = run(driver_of(engine_of(model=dataclasses.replace(model, eos_ids=(model.vocab_size,)), buckets=())), requests)
+    endless = run(driver_of(engine_of(model=dataclasses.replace(model, eos_ids=(model.vocab_size,)), buckets=(), widths=())), requests)
     ended_by = []
     for request in requests:
         whole, got = endless[request.key].tokens, plain[request.key]
@@ -299,6 +302,9 @@ def test_cancel_of_all_between_the_look_and_the_dispatch(engine_of, driver_of, r
     monkeypatch.setattr(driver, "_dispatch", lambda: (driver.cancel(r.key for r in requests[:4]), original()))
     assert run(driver, requests[:4]) == {}
     monkeypatch.undo()
+    assert np.asarray(driver._state.live).sum() == 4
+    driver.run_once(0.0)
+    assert not np.asarray(driver._state.live).any(), "a cancelled slot must not go on"
     same(run(driver, requests[:2]), {r.key: plain[r.key] for r in requests[:2]})
 
 
@@ -316,7 +322,7 @@ def test_partials_go_on_elsewhere(engine_of, driver_of, run, requests, plain, ju
     assert partials.keys() | done.keys() == plain.keys() and not partials.keys() & done.keys()
     resumed = [dataclasses.replace(r, tokens=t, behaviour_logprobs=p, versions=v) for r in requests if r.key in partials for t, p, v in [partials[r.key]]]
     assert {len(r.tokens) for r in resumed} >= {0, 4 * rounds}
-    elsewhere = run(driver_of(engine_of(steps=1, buckets=()), prefill_groups=3, group_size=1), resumed)
+    elsewhere = run(driver_of(engine_of(steps=1, buckets=(), widths=()), prefill_groups=3, group_size=1), resumed)
     same(done | elsewhere, plain)
     for r in resumed:
         np.testing.assert_array_equal(elsewhere[r.key].behaviour_logprobs[: len(r.tokens)], r.behaviour_logprobs)

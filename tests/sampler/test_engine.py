@@ -20,6 +20,7 @@ def insertion(engine, entries, width=4):
 def test_buckets_end_at_the_longest_sequence(engine_of):
     engine = engine_of(buckets=(24, 8, 40))
     assert engine.buckets == (8, 24, 32)
+    assert engine_of(widths=(40, 12, 8)).widths == (8, 12, 32)
     assert [engine.bucket(n) for n in (1, 8, 9, 24, 25, 32)] == [8, 8, 24, 24, 32, 32]
 
 

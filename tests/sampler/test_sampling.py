@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from areal_jax.sampler.sampling import inverse_cdf, request_keys, sample, uniforms
+from areal_jax.sampler.sampling import _first_beyond, inverse_cdf, request_keys, sample, uniforms
 
 DRAWS = 40_000
 draw = jax.jit(sample, static_argnums=(2, 3, 4))
@@ -102,14 +102,21 @@ def test_a_token_without_probability_is_never_drawn():
         for _ in range(12):
             weights = (random.random(vocabulary) * (random.random(vocabulary) < 0.3)).astype(np.float32)
             weights[random.integers(vocabulary)] = 1.0
-            steps = np.asarray(jnp.cumsum(weights / weights.sum()))
-            numbers = np.concatenate([steps, np.nextafter(steps, np.float32(0)), np.nextafter(steps, np.float32(1)), [0.0, 1.0 - 2.0**-24]])
-            numbers = np.resize(numbers[(numbers >= 0) & (numbers < 1)], 2048).astype(np.float32)
-            tokens = np.asarray(inverse(np.broadcast_to(weights, (2048, vocabulary)), numbers))
+            steps = np.asarray(jnp.cumsum(weights))
+            numbers = np.concatenate([steps / steps[-1] + np.float32(n * 2.0**-24) for n in range(-2, 3)] + [[0.0, 1.0 - 2.0**-24]])
+            numbers = np.resize(numbers[(numbers >= 0) & (numbers < 1)], 4096).astype(np.float32)
+            tokens = np.asarray(inverse(np.broadcast_to(weights, (4096, vocabulary)), numbers))
             assert np.all(weights[tokens] > 0)
     edge = np.zeros((2, 600), np.float32)
     edge[:, [300, 511]] = 1.0
     np.testing.assert_array_equal(inverse(edge, np.array([0.0, 1.0 - 2.0**-24], np.float32)), [300, 511])
+
+
+def test_a_prefix_sum_that_moves_where_no_weight_is_draws_nothing_there():
+    weights = jnp.array([[0.5, 0.0, 0.25, 0.0, 0.25, 0.0]] * 4)
+    cumulated = jnp.array([[0.5, 0.500001, 0.75, 0.749999, 1.0, 1.000001]] * 4)
+    index = _first_beyond(cumulated, weights, jnp.array([0.49, 0.5000005, 0.7499995, 1.0000005]))
+    np.testing.assert_array_equal(index, [0, 2, 2, 4])
 
 
 def test_greedy_takes_the_likeliest_token_with_certainty():

@@ -116,9 +116,7 @@ def test_a_step_is_equation_5_with_the_proximal_policy_of_before_the_step(traine
     assert metrics["update/skipped_nonfinite"] == 0 and metrics["approx_kl"] > 0
 
 
-@pytest.mark.parametrize(
-    ("shape", "rows", "tokens"), [({}, 1, 60), ({"data": 2, "fsdp": 2, "tensor": 2}, 4, 24)], ids=["other-packing", "data-fsdp-tensor"]
-)
+@pytest.mark.parametrize(("shape", "rows", "tokens"), [({}, 1, 60), ({"data": 2, "fsdp": 2, "tensor": 2}, 4, 24)], ids=["other-packing", "data-fsdp-tensor"])
 def test_packing_and_sharding_do_not_change_the_update(trainer, model, params, batch_of, mesh_of, config, shape, rows, tokens):
     batch = batch_of(groups=4, samples=3, seed=2)
     trainer.step(trainer.build(batch))
