@@ -65,12 +65,12 @@ def test_tokens_do_not_depend_on_company_slot_or_order(engine_of, driver_of, run
     same(run(driver, requests[2:5], lambda n: driver.submit(arrivals.pop(n, []))), plain)
 
 
-@pytest.mark.parametrize("options", [{"steps": 1, "buckets": (), "widths": ()}, {"steps": 8, "buckets": (12, 24), "widths": (8, 24), "slots": 3}], ids=str)
+@pytest.mark.parametrize("options", [{"steps": 1, "buckets": (), "widths": ()}, {"steps": 8, "buckets": (24,), "widths": (), "slots": 3}], ids=str)
 def test_tokens_do_not_depend_on_the_engines_shapes(engine_of, driver_of, run, requests, plain, options):
     same(run(driver_of(engine_of(**options), prefill_groups=3, group_size=1), requests), plain)
 
 
-@pytest.mark.parametrize("mesh", [(2, 1, 1), (1, 1, 2), (2, 1, 2)], ids=str)
+@pytest.mark.parametrize("mesh", [(1, 1, 2), (2, 1, 2)], ids=str)
 def test_tokens_do_not_depend_on_the_mesh(engine_of, driver_of, run, requests, plain, update_of, mesh):
     engine = engine_of(mesh=mesh, buckets=(), widths=())
     driver = driver_of(engine)
@@ -87,7 +87,7 @@ def test_greedy_driver_takes_the_likeliest_tokens(engine_of, driver_of, run, req
 # Weights that change.
 
 
-@pytest.mark.parametrize("options", [{}, {"slots": 9, "buckets": (), "widths": (9, 16)}], ids=str)
+@pytest.mark.parametrize("options", [{}, {"slots": 9, "buckets": (), "widths": (16,)}], ids=str)
 def test_interruption_without_change_is_no_interruption(engine_of, driver_of, run, requests, plain, update_of, options):
     """The second engine rebuilds two sequences of unlike length in one program, at several widths."""
     engine = engine_of(**options)
