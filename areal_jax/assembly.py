@@ -71,7 +71,7 @@ def start_devices(config: Config) -> Meshes:
 def make_policy(config: Config, tokenizer: Tokenizer) -> tuple[ModelConfig, Any]:
     """Architecture and parameters: a checkpoint's, or new ones from the seed."""
     if config.model.path:
-        return load_policy(config.model.path)
+        return load_policy(config.model.path, dtype=config.model.dtype, param_dtype=config.model.param_dtype)
     model = new_model(config.model, tokenizer.vocab_size, tokenizer.eos_ids, tokenizer.pad_id)
     return model, init_params(model, jax.random.key(config.seed))
 

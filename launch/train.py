@@ -56,9 +56,12 @@ def main(argv: list[str]) -> int:
             try:
                 if run.resumed is not None:
                     live.message(f"resumed at step {run.resumed}")
-                if not run.resumed:
+                else:
                     live.stage("evaluation", 0)
-                    run.evaluate()
+                    if run.evaluate() is None:
+                        live.message(f"{stop.reason}: stopped in the first evaluation; the same command with --workdir={workdir} repeats it")
+                        return stop.exit_code
+                    run.loop.checkpoint()
                 live.stage("training")
                 finished = run.loop.run()
                 run.evaluator.finish(timeout_s=60.0)
