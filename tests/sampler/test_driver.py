@@ -99,12 +99,12 @@ def test_interruption_without_change_is_no_interruption(engine_of, driver_of, ru
     assert max(len(np.unique(t.versions)) for t in finished.values()) >= 3
 
 
-@pytest.mark.parametrize("options", [{"steps": 1, "buckets": (), "widths": ()}, {"steps": 4}], ids=str)
+@pytest.mark.parametrize("options", [{"steps": 1, "buckets": (), "widths": ()}, {"slots": 9, "buckets": (), "widths": (16,)}], ids=str)
 def test_update_after_k_tokens_splices_exactly_there(engine_of, driver_of, run, requests, plain, judge, update_of, options):
     """system-022: 4 requests in slots, new weights after 2 dispatches."""
     engine = engine_of(**options)
     driver, four = driver_of(engine), [requests[i] for i in (0, 2, 6, 8)]
-    k = 2 * options["steps"]
+    k = 2 * options.get("steps", 4)
     spliced = run(driver, four, lambda n: driver.publish(update_of(engine, 3)) if n == 2 else None)
     assert spliced.keys() == {r.key for r in four}
     changed = 0
