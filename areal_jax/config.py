@@ -195,6 +195,18 @@ def _rules(c: Config) -> Iterator[tuple[bool, str]]:
     )
     yield "{question}" not in c.task.prompt_template, f"'task.prompt_template' must hold {{question}}; got '{c.task.prompt_template}'"
     yield c.task.name == "jsonl" and not c.task.path, "'task.name=jsonl' needs 'task.path', a JSONL file of question and answer rows; got an empty path"
+    for key in ("task.eval_path", "task.question_key", "task.answer_key"):
+        yield bool(get(c, key)) and not c.task.path, f"'{key}' is about rows of your own, and 'task.path' is empty; got '{get(c, key)}'; set task.path too"
+    yield bool(m.path) and bool(c.sft.path), "'model.path' and 'sft.path' both give the weights to start from; set one of them"
+    yield (
+        a.importance_weight_floor is not None and a.importance_weight_cap is not None and a.importance_weight_floor > a.importance_weight_cap,
+        f"'algorithm.importance_weight_floor' must be at most 'algorithm.importance_weight_cap'; got {a.importance_weight_floor} > {a.importance_weight_cap}",
+    )
+    module, colon, function = c.reward.verifier.partition(":")
+    yield (
+        not (module and colon and function) or importlib.util.find_spec(module.partition(".")[0]) is None,
+        f"'reward.verifier' must be package.module:function of something importable; got '{c.reward.verifier}'; install it or put its folder on PYTHONPATH",
+    )
     for key in ("task.path", "task.eval_path"):
         path = get(c, key)
         yield bool(path) and not os.path.isfile(path), f"'{key}' must be a readable file; '{path}' is not there"

@@ -30,7 +30,7 @@ class Field:
 F = Field
 
 FIELDS: dict[str, Any] = {
-    "seed": F(0, "seed of everything random in the run", minimum=0),
+    "seed": F(0, "seed of everything random in the run", minimum=0, maximum=2**32 - 1),
     "model": {
         "path": F("", "directory of a Hugging Face checkpoint; empty: a new policy of the sizes below"),
         "family": F("qwen2", "architecture of a new policy", choices=("qwen2", "qwen3", "llama")),
@@ -67,8 +67,8 @@ FIELDS: dict[str, Any] = {
         "warmup_steps": F(50, "linear warm-up", minimum=0),
         "decay_start": F(0.6, "share of the steps after which the rate falls linearly", minimum=0.0, maximum=1.0),
         "final_fraction": F(0.05, "last learning rate as a share of the peak", minimum=0.0, maximum=1.0),
-        "adam_b1": F(0.9, "Adam's first decay", minimum=0.0, maximum=1.0),
-        "adam_b2": F(0.98, "Adam's second decay", minimum=0.0, maximum=1.0),
+        "adam_b1": F(0.9, "Adam's first decay", minimum=0.0, maximum=0.99999),
+        "adam_b2": F(0.98, "Adam's second decay", minimum=0.0, maximum=0.99999),
         "weight_decay": F(0.01, "AdamW's weight decay", minimum=0.0),
         "grad_clip": F(1.0, "global norm at which gradients are clipped", above=0.0),
         "careless_fraction": F(0.72, "share of demonstrations written by the careless teacher", minimum=0.0, maximum=1.0),
@@ -80,8 +80,13 @@ FIELDS: dict[str, Any] = {
         "on_overdue": F("wait", "due groups that are unfinished: wait for them, drop them, or keep them past η", choices=("wait", "drop", "keep")),
         "group_size": F(8, "samples of a prompt", minimum=1),
         "max_new_tokens": F(112, "length limit of a response", minimum=1),
-        "temperature": F(1.0, "sampling temperature; 0 is greedy (evaluation only)", above=0.0),
-        "top_p": F(1.0, "nucleus", above=0.0, maximum=1.0),
+        "temperature": F(1.0, "sampling temperature", above=0.0),
+        "top_p": F(
+            1.0,
+            "nucleus; the trainer scores the whole distribution: π_prox/π_behav corrects for the cut, the engine gap shows it",
+            above=0.0,
+            maximum=1.0,
+        ),
         "top_k": F(0, "keep the k likeliest tokens; 0: all", minimum=0),
         "slots": F(64, "sequences decoded together", minimum=1),
         "steps_per_dispatch": F(8, "decode steps between two looks at the host", minimum=1),
@@ -91,7 +96,7 @@ FIELDS: dict[str, Any] = {
         "length_buckets": F((), "lengths at which the KV cache is allocated, beside the longest sequence's", kind=tuple),
         "prefill_buckets": F((32, 72), "lengths to which sequences are padded for prefill and rebuild, beside the longest's", kind=tuple),
         "prefill_groups": F(8, "prompts prefilled together", minimum=1),
-        "wait_timeout_s": F(600.0, "longest wait for a batch before the run stops and says what it waited for", above=0.0),
+        "wait_timeout_s": F(600.0, "longest wait for a batch or an evaluation before the run stops and says what it waited for", above=0.0),
     },
     "trainer": {
         "steps": F(80, "training steps (versions)", minimum=0),
@@ -102,8 +107,8 @@ FIELDS: dict[str, Any] = {
         "learning_rate": F(3e-4, "learning rate", above=0.0),
         "schedule": F("cosine", "learning-rate schedule after the warm-up", choices=("constant", "cosine")),
         "warmup_steps": F(5, "linear warm-up, in training steps", minimum=0),
-        "adam_b1": F(0.9, "Adam's first decay", minimum=0.0, maximum=1.0),
-        "adam_b2": F(0.95, "Adam's second decay", minimum=0.0, maximum=1.0),
+        "adam_b1": F(0.9, "Adam's first decay", minimum=0.0, maximum=0.99999),
+        "adam_b2": F(0.95, "Adam's second decay", minimum=0.0, maximum=0.99999),
         "adam_epsilon": F(1e-5, "Adam's epsilon", above=0.0),
         "weight_decay": F(0.05, "AdamW's weight decay", minimum=0.0),
         "grad_clip": F(1.0, "global norm at which gradients are clipped", above=0.0),

@@ -22,15 +22,24 @@ def training_seconds(workdir: pathlib.Path) -> tuple[float, float]:
     return sum(row["time/step"] for row in rows), statistics.fmean(row["reward/mean"] for row in rows[-10:])
 
 
+def number(flags: dict[str, str], name: str, default: int) -> int:
+    """The whole number of a flag."""
+    text = flags.get(name, str(default))
+    if not text.isdigit() or int(text) < 1:
+        raise ConfigError(f"'--{name}' must be a whole number from 1; got '{text}'")
+    return int(text)
+
+
 def main(argv: list[str]) -> int:
     config, workdir, flags = load(argv, flags=("warmup", "repeats", "steps"))
     if "warmup" not in flags:
         raise ConfigError("'--warmup' must be the warmup directory of a run; make one by: python launch/sft.py --config=configs/math.py")
     if not config.rollout.max_staleness:
         raise ConfigError(f"'rollout.max_staleness' of the asynchronous side must be at least 1; got {config.rollout.max_staleness}")
-    repeats, steps = int(flags.get("repeats", "3")), int(flags.get("steps", "40"))
+    repeats, steps = (number(flags, "repeats", 3), number(flags, "steps", 40))
     sides = {"asynchronous": config.rollout.max_staleness, "synchronous": 0}
-    passed_on = [a for a in argv if a.startswith(("--config=", "--config."))]
+    joined = " ".join(argv).replace(" --", "\0--").replace(" ", "=").split("\0")  # --name VALUE → --name=VALUE
+    passed_on = [a for a in joined if a.startswith(("--config=", "--config."))]
     seconds: dict[str, list[float]] = {side: [] for side in sides}
     for repeat in range(repeats):
         for side, staleness in sides.items():

@@ -10,16 +10,17 @@ Keys are listed in areal_jax/config_fields.py. The same command with the same --
 import time
 
 from areal_jax.config import load, run_main
-from areal_jax.workdir import open_workdir
+from areal_jax.workdir import open_workdir, save_config
 
 
 def main(argv: list[str]) -> int:
     config, workdir, _ = load(argv)
     open_workdir(workdir, config)
 
-    from areal_jax.assembly import Files, Run, load_problems, make_policy, start_devices
+    from areal_jax.assembly import load_problems, make_policy, start_devices
     from areal_jax.cluster.signals import StopSignal
     from areal_jax.data.task import demonstrations
+    from areal_jax.run import Files, Run
     from areal_jax.telemetry.live import LiveView
     from areal_jax.trainer.warmup import Interrupted, warm_up
 
@@ -27,6 +28,7 @@ def main(argv: list[str]) -> int:
     with StopSignal() as stop, LiveView(config.telemetry.live, config.trainer.steps) as live:
         live.stage("problems", 0)
         tokenizer, task, config = load_problems(config)
+        save_config(workdir, config)
         for line in task.report():
             live.message(line)
         meshes = start_devices(config)
@@ -64,11 +66,12 @@ def main(argv: list[str]) -> int:
                     run.loop.checkpoint()
                 live.stage("training")
                 finished = run.loop.run()
-                run.evaluator.finish(timeout_s=60.0)
+                run.finish_evaluation()
                 if not finished:
                     live.message(f"{stop.reason}: stopped after step {run.trainer.version}; the same command with --workdir={workdir} goes on from there")
                     return stop.exit_code
                 live.stage("evaluation", 0)
+                files.metrics.rewind_evaluation(config.trainer.steps - 1)
                 last = run.evaluate()
                 if last is None:
                     live.message(f"{stop.reason}: stopped in the last evaluation; the same command with --workdir={workdir} repeats it")

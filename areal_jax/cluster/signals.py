@@ -12,6 +12,7 @@ Invariants:
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import threading
@@ -97,7 +98,8 @@ def _ignored(_number: int, _frame: Any) -> None:
 
 
 def _say(text: str) -> None:
-    os.write(2, f"\n{text}\n".encode())
+    with contextlib.suppress(OSError):  # standard error may be gone with whoever read it
+        os.write(2, f"\n{text}\n".encode())
 
 
 def end_process(exit_code: int) -> None:

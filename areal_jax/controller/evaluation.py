@@ -58,7 +58,8 @@ class Evaluator:
         self._make_sampler, self._prompts, self._decode, self._rewards = make_sampler, prompts, decode, rewards
         self._samples, self._max_new_tokens, self._on_row = samples, max_new_tokens, on_row
         self._trainer_version, self._deadline_s, self._trace = trainer_version, deadline_s, trace
-        self._stop_requested = stop_requested
+        self._stop_requested = lambda: stop_requested() or self._closing.is_set()
+        self._closing = threading.Event()
         self._results: dict[Any, float] = {}
         self._arrived = threading.Condition()
         self._thread: threading.Thread | None = None
@@ -93,10 +94,22 @@ class Evaluator:
         if self.failure is not None:
             raise self.failure
 
+    def close(self, timeout_s: float) -> None:
+        """Ends a running evaluation without a row.
+
+        Raises:
+          TimeoutError: it did not end in time.
+        """
+        self._closing.set()
+        if self._thread is not None:
+            self._thread.join(timeout_s)
+            if self._thread.is_alive():
+                raise TimeoutError(f"the running evaluation did not end within {timeout_s:g} s: a dispatch of the sampler is still running")
+
     def _guarded(self, weights: WeightUpdate, problems: int) -> None:
         try:
             self.evaluate(weights, problems)
-        except BaseException as error:  # raised by ``finish``, in the trainer's thread
+        except BaseException as error:  # raised in the trainer's thread, after its step or by ``finish``
             self.failure = error
 
     def evaluate(self, weights: WeightUpdate, problems: int) -> dict[str, Any] | None:
@@ -124,10 +137,17 @@ class Evaluator:
         for key, t in keys.items():
             prompt = prompts[t.group_id]
             self._rewards.submit(key, self._decode(t.tokens), prompt.answer, prompt.metadata)
+        deadline = time.monotonic() + self._deadline_s
         with self._arrived:
-            if not self._arrived.wait_for(lambda: keys.keys() <= self._results.keys(), self._deadline_s):
-                missing = len(keys.keys() - self._results.keys())
-                raise TimeoutError(f"evaluation of version {weights.version}: {missing} of {len(keys)} answers unchecked after {self._deadline_s:g} s")
+            while not self._arrived.wait_for(lambda: keys.keys() <= self._results.keys(), 0.2):
+                if self._stop_requested():
+                    return None
+                if time.monotonic() > deadline:
+                    missing = len(keys.keys() - self._results.keys())
+                    raise TimeoutError(
+                        f"evaluation of version {weights.version}: {missing} of {len(keys)} answers unchecked after {self._deadline_s:g} s "
+                        "('rollout.wait_timeout_s'); raise it, or lower 'reward.timeout_s' or 'eval.problems'"
+                    )
             correct = {key: self._results.pop(key) for key in keys}
         row = self._row(weights.version, prompts, [(keys[key], value) for key, value in correct.items()], time.monotonic() - start)
         self._trace("evaluation", "evaluation", start, time.monotonic(), version=weights.version, accuracy=row["eval/accuracy"])

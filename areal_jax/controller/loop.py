@@ -44,6 +44,7 @@ class Loop:
       after_step: called with the version after each step (evaluation).
       extra_metrics: more metrics of the moment (compilations, memory, rewards).
       trace: called as trace(lane, name, start, end, **arguments).
+      marks: more for the snapshot, taken with it under the lock (the journal's place).
     """
 
     def __init__(
@@ -64,11 +65,12 @@ class Loop:
         after_step: Callable[[int], None],
         extra_metrics: Callable[[int], Mapping[str, Any]],
         trace: Callable[..., None],
+        marks: Callable[[], Mapping[str, Any]] = lambda: {},
     ):
         self.controller, self.rollout, self.learner, self.pusher = controller, rollout, learner, pusher
         self._stream, self._changed, self._total, self._timeout = stream, changed, total_steps, wait_timeout_s
         self._stop_requested, self._on_step, self._save, self._save_every = stop_requested, on_step, save, save_every
-        self._after_step, self._extra, self._trace = after_step, extra_metrics, trace
+        self._after_step, self._extra, self._trace, self._marks = after_step, extra_metrics, trace, marks
         self._batch: TrainingBatch | None = None
         self._waited = {"batch": 0.0, "due": 0.0}
         self._saved: int | None = None
@@ -103,7 +105,7 @@ class Loop:
             return
         start = time.monotonic()
         with self._changed:
-            snapshot = {"controller": self.controller.snapshot(self.rollout.sampler.partials()), "prompts": self.rollout.prompts.get_state()}
+            snapshot = {"controller": self.controller.snapshot(self.rollout.sampler.partials()), "prompts": self.rollout.prompts.get_state(), **self._marks()}
             version = self.controller.version
         self._save(version, snapshot)
         self._saved = version

@@ -13,6 +13,7 @@ import importlib
 import math
 import multiprocessing
 import os
+import re
 import resource
 import signal
 import sys
@@ -23,6 +24,9 @@ from collections.abc import Callable, Mapping
 from typing import Any, cast
 
 MAX_COMPONENTS = 64
+COMPONENT_NAME = re.compile(r"[A-Za-z0-9_.\-]{1,80}")
+RESERVED_NAMES = ("mean", "std", "correct_fraction", "zero_std_groups", "latency_p50_s", "latency_p99_s", "timeouts", "errors")
+"""Names under ``reward/`` in metrics.jsonl that are not components."""
 MAX_CAUSE_CHARACTERS = 4_000
 
 _verifier: Callable[..., Mapping[str, float]] | None = None
@@ -112,8 +116,11 @@ def _checked(components: Any) -> dict[str, float]:
     result = {}
     for name, value in components.items():
         number = float(value)
-        if not isinstance(name, str) or len(name) > 80 or not math.isfinite(number):
-            raise ValueError(f"a component must be a short name and a finite number; got {str(name)[:80]!r}: {number}")
+        if not isinstance(name, str) or not COMPONENT_NAME.fullmatch(name) or name in RESERVED_NAMES or not math.isfinite(number):
+            raise ValueError(
+                f"a component must be a finite number under a name of up to 80 letters, digits, '_', '.' or '-', none of {', '.join(RESERVED_NAMES)}; "
+                f"got {str(name)[:80]!r}: {number}"
+            )
         result[name] = number
     return result
 

@@ -6,6 +6,7 @@ Invariants:
 * Shapes come from a declared set: cache lengths ``buckets``, prefill and rebuild widths ``widths``; the driver's ``warm_up`` compiles them all.
 * The state's sharding is pinned on the way out; parameters of another sharding, shape or type are refused by
   ``check_params``, never converted.
+* Programs are enqueued one at a time (``DISPATCH``), so that all devices of a mesh see the programs of several drivers in one order.
 * Beyond JetStream 0.2.2: log-probs of tokens, several steps a dispatch, one prefix into many slots, slots freed
   early, and the cache rebuilt under new weights.
 """
@@ -14,6 +15,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import threading
 from typing import Any
 
 import jax
@@ -29,6 +31,9 @@ from areal_jax.models.sharding import logical_to_mesh, named_shardings, param_sp
 from areal_jax.sampler import jetstream
 from areal_jax.sampler.sampling import request_keys, sample, uniforms
 from areal_jax.sampler.state import Chunk, DecodeState, Insertion, Prefix
+
+DISPATCH = threading.Lock()
+"""Held while a program is enqueued: programs with collectives must come in one order on all devices."""
 
 
 class SamplerEngine(jetstream.Engine):
@@ -145,11 +150,13 @@ class SamplerEngine(jetstream.Engine):
 
     def generate_chunk(self, params: Any, state: DecodeState) -> tuple[DecodeState, Chunk]:
         """Up to K decode steps; ends early when no slot is live."""
-        return self._generate_k[self.steps](params, state)
+        with DISPATCH:
+            return self._generate_k[self.steps](params, state)
 
     def enter(self, params: Any, state: DecodeState, sequences: np.ndarray, insertion: Insertion, seed: int) -> DecodeState:
         """Prefills int32 sequences [rows, length] and puts requests over them into slots (one prefix into many slots)."""
-        return self._enter(params, state, sequences, insertion, np.uint32(seed))
+        with DISPATCH:
+            return self._enter(params, state, sequences, insertion, np.uint32(seed))
 
     def rebuild(self, params: Any, state: DecodeState, sequences: np.ndarray, slots: np.ndarray) -> DecodeState:
         """The state with the cache of some slots recomputed under ``params``.
@@ -158,15 +165,20 @@ class SamplerEngine(jetstream.Engine):
           sequences: int32 [``rebuild_rows``, width], their tokens so far.
           slots: int32 [``rebuild_rows``]; rows out of range are not used.
         """
-        return self._rebuild(params, state, sequences, slots)
+        with DISPATCH:
+            return self._rebuild(params, state, sequences, slots)
 
     def resize(self, state: DecodeState, length: int) -> DecodeState:
         """The state with a cache of another length."""
-        return state if state.length == length else self._resize(state, length)
+        if state.length == length:
+            return state
+        with DISPATCH:
+            return self._resize(state, length)
 
     def free_resource(self, state: DecodeState, slots: np.ndarray) -> DecodeState:
         """The state with slots marked by bool [slots] not live any more."""
-        return self._free(state, slots)
+        with DISPATCH:
+            return self._free(state, slots)
 
     # The programs.
 

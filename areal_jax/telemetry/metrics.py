@@ -195,6 +195,11 @@ class MetricsWriter:
             self._evaluation.rewind(step)
             self._boards[False].rewind(step)
 
+    def rewind_evaluation(self, step: int) -> None:
+        """Drops evaluation rows of steps after ``step``."""
+        with self._lock:
+            self._evaluation.rewind(step)
+
     def rewind_warmup(self, step: int) -> None:
         """Drops warm-up rows of steps after ``step``."""
         with self._lock:

@@ -22,6 +22,8 @@ import jax
 import orbax.checkpoint as ocp
 
 STATE, META = "state", "meta"
+WRITE_DEADLINE_S = 600.0
+"""Longest that the writing of one checkpoint may take."""
 
 
 class CheckpointError(RuntimeError):
@@ -72,7 +74,7 @@ class Checkpointer:
           TypeError: ``meta`` is not JSON-able.
         """
         meta = json.loads(json.dumps(dict(meta)))
-        self.wait()
+        self.wait(WRITE_DEADLINE_S)
         if step in self.steps():
             return False
         with self._named(f"save the checkpoint of step {step}"):
@@ -140,7 +142,7 @@ class Checkpointer:
           CheckpointError: the last checkpoint could not be written.
         """
         try:
-            self.wait()
+            self.wait(WRITE_DEADLINE_S)
         finally:
             with self._named("close the checkpoints"):
                 self._manager.close()

@@ -151,7 +151,7 @@ class Trainer(StateHolder):
         self.version += 1
         metrics = {
             **packed.metrics,
-            **step_metrics(sums),
+            **step_metrics(sums, sum(packed.tokens)),
             "grad_norm": float(np.mean(norms)),
             "learning_rate": rate,
             "update/skipped_nonfinite": float(len(applied) - sum(applied)),
@@ -227,8 +227,8 @@ class Trainer(StateHolder):
         self._accumulate = {rows: compiled["accumulate", rows] for rows in self.counts}
 
 
-def step_metrics(sums: Mapping[str, Any]) -> dict[str, float | None]:
-    """Metrics of a step from the sums and maxima over its tokens."""
+def step_metrics(sums: Mapping[str, Any], trained: int) -> dict[str, float | None]:
+    """Metrics of a step from the sums and maxima over its computed tokens; the loss is the mean over all ``trained`` ones."""
     s = {name: float(value) for name, value in sums.items()}
     tokens = max(1.0, s["tokens"])
 
@@ -236,7 +236,7 @@ def step_metrics(sums: Mapping[str, Any]) -> dict[str, float | None]:
         return s[name] / s[count] if s[count] else None
 
     return {
-        "loss/policy": s["loss"] / tokens,
+        "loss/policy": s["loss"] / max(1, trained),
         "entropy": s["entropy"] / tokens,
         "approx_kl": s["approx_kl"] / tokens,
         "clip_ratio/low": s["clip_low"] / tokens,

@@ -18,8 +18,8 @@ from jax.sharding import Mesh
 
 from areal_jax.config import ConfigError
 from areal_jax.models.architecture import ModelConfig
-from areal_jax.trainer.checkpoint import Checkpointer
-from areal_jax.trainer.step import StateHolder
+from areal_jax.trainer.checkpoint import Checkpointer, CheckpointError
+from areal_jax.trainer.step import NonFiniteError, StateHolder
 from areal_jax.trainer.supervised import SupervisedTrainer, learning_rate, pack_demonstrations
 
 REPORT_EVERY = 25
@@ -52,7 +52,7 @@ def warm_up(
       pairs: makes the (prompt, response) token pairs; called only when there is something to learn.
       directory: of the checkpoints.
       on_row: called with a row of warmup.jsonl every ``REPORT_EVERY`` steps.
-      on_resume: called with the step that an interrupted warm-up goes on from.
+      on_resume: called with the step that the warm-up goes on from, 0 at the beginning.
       stop_requested: whether somebody asked the run to stop.
 
     Returns:
@@ -70,8 +70,8 @@ def warm_up(
     checkpoints = Checkpointer(directory, keep=1)
     try:
         latest = checkpoints.latest()
-        if config.sft.path and latest is None:
-            raise ConfigError(f"'sft.path' must hold a finished warm-up; '{directory}' holds no checkpoint")
+        if config.sft.path and (latest is None or latest < checkpoints.meta(latest).get("steps", latest)):
+            raise ConfigError(f"'sft.path' must hold a finished warm-up; '{directory}' holds {'none' if latest is None else f'one stopped at step {latest}'}")
         finished = latest is not None and (bool(config.sft.path) or latest >= steps)
         if finished:
             trainer = StateHolder(model, mesh, config.sft, params, config.model.param_dtype)
@@ -81,8 +81,12 @@ def warm_up(
             packed = pack_demonstrations(corpus, row_tokens)
             trainer = SupervisedTrainer(config.sft, model, mesh, params, packed, config.seed, config.model.param_dtype)
         if latest is not None:
-            trainer.load_state(checkpoints.restore(latest, trainer.abstract_state())[0])
-            on_resume(latest)
+            try:
+                trainer.load_state(checkpoints.restore(latest, trainer.abstract_state())[0])
+            except CheckpointError as error:
+                raise ConfigError(str(error)) from error
+        if not finished:
+            on_resume(latest or 0)
         if isinstance(trainer, SupervisedTrainer):
             _train(config, trainer, checkpoints, on_row, stop_requested)
         return trainer.params
@@ -112,9 +116,13 @@ def _train(
                     "time/step": seconds / len(pending),
                 }
             )
+            if all(v["skipped"] for v in values):
+                raise NonFiniteError(
+                    f"the warm-up's gradients are not finite since step {done - len(values)}; lower 'sft.learning_rate' = {config.sft.learning_rate}"
+                )
             pending = []
         stopping = stop_requested()
         if done % every == 0 or done == steps or stopping:
-            checkpoints.save(done, trainer.state, {"step": done})
+            checkpoints.save(done, trainer.state, {"step": done, "steps": steps})
         if stopping and done < steps:
             raise Interrupted(f"the warm-up was stopped at step {done} of {steps}; the same command goes on from there")
