@@ -168,7 +168,7 @@ def test_wrong_type_names_key_type_and_value(text, parts):
         ("trainer.learning_rate=0", ("greater than 0", "got 0")),
         ("trainer.learning_rate=1e999", ("finite", "inf")),
         ("rollout.max_staleness=-1", ("at least 0", "-1")),
-        ("rollout.temperature=0", ("greater than 0", "greedy")),
+        ("rollout.temperature=0", ("greater than 0", "temperature")),
         ("rollout.top_p=1.5", ("at most 1", "1.5")),
         ("algorithm.clip_epsilon=2.0", ("at most 1", "2.0")),
         ("algorithm.dual_clip=1.0", ("greater than 1", "1.0")),

@@ -283,7 +283,7 @@ def test_the_machine_of_hypothesis_catches_them_too(fault: type[Controller]):
         def start(self, groups_per_step: int) -> None:
             self.world = World(Setup(groups_per_step, 1, 1), fault)
 
-    quick = settings(max_examples=300, stateful_step_count=30, phases=[Phase.generate], report_multiple_bugs=False, **QUICK)
+    quick = settings(max_examples=2500, stateful_step_count=30, phases=[Phase.generate], report_multiple_bugs=False, **QUICK)
     with pytest.raises((AssertionError, ControllerError, LedgerError)):
         run_state_machine_as_test(Broken, settings=quick)
 
