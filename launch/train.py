@@ -63,7 +63,8 @@ def main(argv: list[str]) -> int:
                     if run.evaluate() is None:
                         live.message(f"{stop.reason}: stopped in the first evaluation; the same command with --workdir={workdir} repeats it")
                         return stop.exit_code
-                    run.loop.checkpoint()
+                    if config.checkpoint.every_steps:
+                        run.loop.checkpoint()
                 live.stage("training")
                 finished = run.loop.run()
                 run.finish_evaluation()
