@@ -120,9 +120,9 @@ def _distinct(problems: Iterable[Problem], share: float, wanted: int) -> tuple[l
 
 
 def _generate(name: str, kind: Kind, seed: int) -> Iterable[Problem]:
-    import reasoning_gym  # takes seconds to import, and only generating needs it
+    from areal_jax.reasoning import create_dataset  # takes seconds to import, and only generating needs it
 
-    dataset = reasoning_gym.create_dataset(kind.dataset, seed=seed, size=kind.draws, **kind.parameters)
+    dataset = create_dataset(kind.dataset, seed=seed, size=kind.draws, **kind.parameters)
     for index in range(kind.draws):
         entry = dataset[index]
         facts = {k: v for k, v in entry["metadata"].items() if k != "difficulty"}

@@ -21,8 +21,9 @@ from collections.abc import Mapping
 from typing import Any
 
 import math_verify
-import reasoning_gym
 from sympy import Basic, Expr, MatrixBase
+
+from areal_jax.reasoning import get_score_answer_fn
 
 MAX_RESPONSE_CHARACTERS = 200_000
 """Only the end of a longer response is searched for its answer."""
@@ -142,7 +143,7 @@ def equal(candidate: str, answer: str) -> bool:
 
 @functools.cache
 def _scorer(dataset: str) -> Any:
-    return reasoning_gym.get_score_answer_fn(dataset)
+    return get_score_answer_fn(dataset)
 
 
 def verify(response: str, answer: str, metadata: Mapping[str, Any]) -> dict[str, float]:

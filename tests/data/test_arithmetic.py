@@ -105,11 +105,11 @@ def test_the_slow_tenth_is_four_times_the_median(pools):
 
 
 def test_the_generators_scorer_agrees(pools):
-    import reasoning_gym
+    from areal_jax.reasoning import get_score_answer_fn
 
     for problem in pools.heldout[:200]:
         metadata = json.loads(json.dumps(problem.metadata))
-        score = reasoning_gym.get_score_answer_fn(metadata["dataset"])
+        score = get_score_answer_fn(metadata["dataset"])
         assert score(problem.answer, entry=metadata["entry"]) >= 1.0
         assert score(str(int(problem.answer) + 1), entry=metadata["entry"]) < 1.0
 

@@ -4,8 +4,8 @@ import json
 import random
 
 import pytest
-import reasoning_gym
 
+from areal_jax.reasoning import create_dataset
 from areal_jax.rewards import verify
 from areal_jax.rewards.service import RewardService
 
@@ -86,7 +86,7 @@ def test_final_answer(response, expected):
 @pytest.mark.parametrize("dataset", ["chain_sum", "simple_equations", "gcd"])
 def test_procedural_tasks_pay_right_answers_only(dataset):
     generator = random.Random(5)
-    for entry in reasoning_gym.create_dataset(dataset, size=25, seed=11):
+    for entry in create_dataset(dataset, size=25, seed=11):
         metadata = {"task": "arithmetic", "kind": dataset, "dataset": dataset, "entry": json.loads(json.dumps(entry))}
         answer = entry["answer"]
         right = verify.verify(f"1+1=2####{answer}", answer, metadata)
