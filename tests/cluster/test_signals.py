@@ -78,6 +78,15 @@ def test_acts_while_the_main_thread_is_inside_c_code():
     assert process.returncode == 143
 
 
+@pytest.fixture
+def python_interrupts():
+    """Python's own handler of SIGINT, also where the tests' parent ignores it (a shell's background job)."""
+    inherited = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, inherited)
+
+
+@pytest.mark.usefixtures("python_interrupts")
 def test_handlers_are_restored_and_threads_gone():
     before = (signal.getsignal(signal.SIGINT), signal.getsignal(signal.SIGTERM), threading.active_count())
     descriptors = len(os.listdir("/proc/self/fd")) if os.path.isdir("/proc/self/fd") else None
