@@ -14,7 +14,7 @@ Where the defaults are those of the paper (arXiv 2505.24298, Table 3): no critic
 * advantages take the group's mean and the batch's scale ('lite_ppo'), not the batch's mean: the kinds of problem have very different
   success rates, so that the batch's mean rewards every sample of an easy prompt; with it, in the one run that was tried
   (seed 0, constant rate, stopped at step 16), the reward fell back from .67 to .49 while the median response grew from 17 to 52 tokens; the run with
-  the group's mean, otherwise alike, did not;
+  the group's mean and the same learning settings otherwise did not;
 * samples of advantage 0 are not computed (same gradient).
 """
 
