@@ -10,7 +10,6 @@ Invariants:
 from __future__ import annotations
 
 import concurrent.futures
-import dataclasses
 import math
 import os
 import time
@@ -22,32 +21,12 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh
 
-from areal_jax.algorithms.losses import POLICY_LOSSES, TokenLoss, masked_sum, settings_of
 from areal_jax.models.architecture import ModelConfig
-from areal_jax.models.policy import packed_logprobs
 from areal_jax.trainer.build import build_batch
-from areal_jax.trainer.packing import MicroBatch, PackedBatch, row_counts
-from areal_jax.trainer.step import NonFiniteError, StateHolder, TrainState, update
+from areal_jax.trainer.packing import PackedBatch, row_counts
+from areal_jax.trainer.programs import train_programs
+from areal_jax.trainer.step import NonFiniteError, StateHolder
 from areal_jax.types import TrainingBatch
-
-SUMS = (
-    "tokens",
-    "loss",
-    "entropy",
-    "approx_kl",
-    "clip_low",
-    "clip_high",
-    "weight",
-    "weight_squared",
-    "capped",
-    "engine_tokens",
-    "engine_gap",
-    "engine_kl",
-    "stale_tokens",
-    "staleness_gap",
-    "staleness_kl",
-)
-MAXIMA = ("weight_max", "engine_gap_max")
 
 
 def learning_rate(section: Any, step: int) -> float:
@@ -57,40 +36,6 @@ def learning_rate(section: Any, step: int) -> float:
         length = max(1, section.steps - section.warmup_steps)
         rate *= 0.5 * (1.0 + math.cos(math.pi * min(1.0, max(0, step - section.warmup_steps) / length)))
     return rate * min(1.0, (step + 1) / section.warmup_steps) if section.warmup_steps else rate
-
-
-def token_statistics(loss: TokenLoss, entropy: jax.Array, proximal: jax.Array, micro: MicroBatch, version: jax.Array) -> dict[str, jax.Array]:
-    """Sums and maxima over a micro-batch's generated tokens, by the names in ``SUMS`` and ``MAXIMA``.
-
-    KL terms are the non-negative estimator r - 1 - log r of the sampled tokens. The engine gap is taken on tokens of the trainer's own
-    version, the staleness gap on the others: π_prox against π_behav both times.
-    """
-    mask = micro.loss_mask
-    behind = jnp.where(mask > 0, proximal, 0.0) - jnp.where(mask > 0, micro.behaviour_logprobs, 0.0)
-    weight = jnp.exp(behind)
-    mismatch = weight - 1.0 - behind
-    ratio = jnp.where(mask > 0, loss.ratio, 1.0)
-    own = jnp.where(micro.versions == version, mask, 0.0)
-    stale = mask - own
-    sums = {
-        "tokens": mask.sum(),
-        "loss": masked_sum(loss.loss, mask),
-        "entropy": masked_sum(entropy, mask),
-        "approx_kl": masked_sum(ratio - 1.0 - jnp.log(ratio), mask),
-        "clip_low": masked_sum(loss.clipped * (micro.advantages < 0), mask),
-        "clip_high": masked_sum(loss.clipped * (micro.advantages > 0), mask),
-        "weight": masked_sum(weight, mask),
-        "weight_squared": masked_sum(jnp.square(weight), mask),
-        "capped": masked_sum(loss.capped, mask),
-        "engine_tokens": own.sum(),
-        "engine_gap": masked_sum(jnp.abs(behind), own),
-        "engine_kl": masked_sum(mismatch, own),
-        "stale_tokens": stale.sum(),
-        "staleness_gap": masked_sum(jnp.abs(behind), stale),
-        "staleness_kl": masked_sum(mismatch, stale),
-    }
-    maxima = {"weight_max": jnp.max(jnp.where(mask > 0, weight, 0.0)), "engine_gap_max": jnp.max(jnp.where(own > 0, jnp.abs(behind), 0.0))}
-    return jax.lax.stop_gradient({**sums, **maxima})
 
 
 class Trainer(StateHolder):
@@ -171,55 +116,9 @@ class Trainer(StateHolder):
         )
 
     def _compile(self) -> None:
-        here, config = self.placement, self.config
-        model, temperature, loss_settings = self.model, config.rollout.temperature, settings_of(config.algorithm)
-        policy_loss = POLICY_LOSSES[config.algorithm.loss]
-        state = self.abstract_state()
-        scalar = jax.ShapeDtypeStruct((), jnp.float32, sharding=here.scalar)
+        here = self.placement
         self._true, self._false = (jax.device_put(np.bool_(value), here.scalar) for value in (True, False))
-
-        def proximal(params: Any, micro: MicroBatch) -> jax.Array:
-            return packed_logprobs(model, params, micro.tokens, micro.positions, micro.segment_ids, micro.targets, temperature)[0]
-
-        def loss(params: Any, micro: MicroBatch, centre: jax.Array, fresh: jax.Array, version: jax.Array) -> tuple[jax.Array, dict[str, jax.Array]]:
-            logprobs, entropy = packed_logprobs(model, params, micro.tokens, micro.positions, micro.segment_ids, micro.targets, temperature)
-            centre = jnp.where(fresh, jax.lax.stop_gradient(logprobs), centre)
-            tokens = policy_loss(logprobs, centre, micro.behaviour_logprobs, micro.advantages, micro.loss_mask, micro.segment_ids, loss_settings)
-            return masked_sum(tokens.loss, micro.loss_mask), token_statistics(tokens, entropy, centre, micro, version)
-
-        def accumulate(params: Any, gradients: Any, statistics: Any, micro: MicroBatch, centre: Any, fresh: Any, version: Any) -> tuple[Any, Any]:
-            more, seen = jax.grad(loss, has_aux=True)(params, micro, centre, fresh, version)
-            gradients = jax.tree.map(lambda total, g: total + g.astype(jnp.float32), gradients, more)
-            joined = {name: statistics[name] + seen[name] for name in SUMS} | {name: jnp.maximum(statistics[name], seen[name]) for name in MAXIMA}
-            return gradients, joined
-
-        def apply(state: TrainState, gradients: Any, tokens: Any, rate: Any, version: Any) -> tuple[TrainState, jax.Array, jax.Array]:
-            mean = jax.tree.map(lambda g: g / tokens, gradients)
-            state, norm, finite = update(self.optimizer, state, mean, rate, config.trainer.grad_clip)
-            return dataclasses.replace(state, step=version + 1), norm, finite
-
-        gradients = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, jnp.float32, sharding=leaf.sharding), state.params)
-        statistics = dict.fromkeys(SUMS + MAXIMA, scalar)
-        shardings = jax.tree.map(lambda leaf: leaf.sharding, (gradients, statistics))
-
-        def zeros(tree: Any) -> Any:
-            return jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), tree)
-
-        flag, version = (jax.ShapeDtypeStruct((), dtype, sharding=here.scalar) for dtype in (jnp.bool_, jnp.int32))
-        programs: dict[Any, Any] = {
-            "gradients": jax.jit(lambda: zeros(gradients), out_shardings=shardings[0]).lower(),
-            "statistics": jax.jit(lambda: zeros(statistics), out_shardings=shardings[1]).lower(),
-            "apply": jax.jit(apply, donate_argnums=0, out_shardings=(here.state, here.scalar, here.scalar)).lower(state, gradients, scalar, scalar, version),
-        }
-        for rows in self.counts:
-            shape = (rows, config.trainer.micro_batch_tokens)
-            integers, floats = (jax.ShapeDtypeStruct(shape, dtype, sharding=here.rows) for dtype in (jnp.int32, jnp.float32))
-            micro = MicroBatch(integers, integers, integers, integers, floats, floats, integers, floats)
-            if config.trainer.minibatches > 1:
-                programs["proximal", rows] = jax.jit(proximal, out_shardings=here.rows).lower(state.params, micro)
-            programs["accumulate", rows] = jax.jit(accumulate, donate_argnums=(1, 2), out_shardings=shardings).lower(
-                state.params, gradients, statistics, micro, floats, flag, version
-            )
+        programs = train_programs(self.config, self.model, here, self.optimizer, self.abstract_state(), self.counts)
         with concurrent.futures.ThreadPoolExecutor(max_workers=os.cpu_count()) as pool:
             compiled = dict(zip(programs, pool.map(lambda lowered: lowered.compile(), programs.values()), strict=True))
         self._no_gradients, self._no_statistics, self._apply = compiled["gradients"], compiled["statistics"], compiled["apply"]

@@ -1,0 +1,141 @@
+"""The programs of a reinforcement-learning step, lowered from shapes alone: the trainer compiles them, the planner measures them.
+
+Invariants:
+* Nothing here needs an array: the state is given by shapes, types and shardings.
+* One micro-batch program a row count, one update.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import optax
+
+from areal_jax.algorithms.losses import POLICY_LOSSES, TokenLoss, masked_sum, settings_of
+from areal_jax.models.architecture import ModelConfig
+from areal_jax.models.policy import packed_logprobs
+from areal_jax.trainer.packing import MicroBatch
+from areal_jax.trainer.step import Placement, TrainState, update
+
+SUMS = (
+    "tokens",
+    "loss",
+    "entropy",
+    "approx_kl",
+    "clip_low",
+    "clip_high",
+    "weight",
+    "weight_squared",
+    "capped",
+    "engine_tokens",
+    "engine_gap",
+    "engine_kl",
+    "stale_tokens",
+    "staleness_gap",
+    "staleness_kl",
+)
+MAXIMA = ("weight_max", "engine_gap_max")
+
+
+def token_statistics(loss: TokenLoss, entropy: jax.Array, proximal: jax.Array, micro: MicroBatch, version: jax.Array) -> dict[str, jax.Array]:
+    """Sums and maxima over a micro-batch's generated tokens, by the names in ``SUMS`` and ``MAXIMA``.
+
+    KL terms are the non-negative estimator r - 1 - log r of the sampled tokens. The engine gap is taken on tokens of the trainer's own
+    version, the staleness gap on the others: π_prox against π_behav both times.
+    """
+    mask = micro.loss_mask
+    behind = jnp.where(mask > 0, proximal, 0.0) - jnp.where(mask > 0, micro.behaviour_logprobs, 0.0)
+    weight = jnp.exp(behind)
+    mismatch = weight - 1.0 - behind
+    ratio = jnp.where(mask > 0, loss.ratio, 1.0)
+    own = jnp.where(micro.versions == version, mask, 0.0)
+    stale = mask - own
+    sums = {
+        "tokens": mask.sum(),
+        "loss": masked_sum(loss.loss, mask),
+        "entropy": masked_sum(entropy, mask),
+        "approx_kl": masked_sum(ratio - 1.0 - jnp.log(ratio), mask),
+        "clip_low": masked_sum(loss.clipped * (micro.advantages < 0), mask),
+        "clip_high": masked_sum(loss.clipped * (micro.advantages > 0), mask),
+        "weight": masked_sum(weight, mask),
+        "weight_squared": masked_sum(jnp.square(weight), mask),
+        "capped": masked_sum(loss.capped, mask),
+        "engine_tokens": own.sum(),
+        "engine_gap": masked_sum(jnp.abs(behind), own),
+        "engine_kl": masked_sum(mismatch, own),
+        "stale_tokens": stale.sum(),
+        "staleness_gap": masked_sum(jnp.abs(behind), stale),
+        "staleness_kl": masked_sum(mismatch, stale),
+    }
+    maxima = {"weight_max": jnp.max(jnp.where(mask > 0, weight, 0.0)), "engine_gap_max": jnp.max(jnp.where(own > 0, jnp.abs(behind), 0.0))}
+    return jax.lax.stop_gradient({**sums, **maxima})
+
+
+def train_programs(
+    config: Any, model: ModelConfig, here: Placement, optimizer: optax.GradientTransformation, state: TrainState, counts: Sequence[int]
+) -> dict[Any, jax.stages.Lowered]:
+    """The lowered programs of a training step.
+
+    Args:
+      config: validated and settled; reads ``trainer``, ``algorithm``, ``rollout.temperature``.
+      model: the architecture.
+      here: from ``step.place``.
+      optimizer: from ``step.make_optimizer``.
+      state: of ``jax.ShapeDtypeStruct`` with shardings.
+      counts: static row counts of micro-batches.
+
+    Returns:
+      'gradients' and 'statistics' (zeros to accumulate into), ('proximal', rows) for π_prox of later minibatches, ('accumulate', rows)
+      for a micro-batch's gradient, 'apply' for the update.
+    """
+    temperature, loss_settings = config.rollout.temperature, settings_of(config.algorithm)
+    policy_loss = POLICY_LOSSES[config.algorithm.loss]
+    scalar = jax.ShapeDtypeStruct((), jnp.float32, sharding=here.scalar)
+
+    def proximal(params: Any, micro: MicroBatch) -> jax.Array:
+        return packed_logprobs(model, params, micro.tokens, micro.positions, micro.segment_ids, micro.targets, temperature)[0]
+
+    def loss(params: Any, micro: MicroBatch, centre: jax.Array, fresh: jax.Array, version: jax.Array) -> tuple[jax.Array, dict[str, jax.Array]]:
+        logprobs, entropy = packed_logprobs(model, params, micro.tokens, micro.positions, micro.segment_ids, micro.targets, temperature)
+        centre = jnp.where(fresh, jax.lax.stop_gradient(logprobs), centre)
+        tokens = policy_loss(logprobs, centre, micro.behaviour_logprobs, micro.advantages, micro.loss_mask, micro.segment_ids, loss_settings)
+        return masked_sum(tokens.loss, micro.loss_mask), token_statistics(tokens, entropy, centre, micro, version)
+
+    def accumulate(params: Any, gradients: Any, statistics: Any, micro: MicroBatch, centre: Any, fresh: Any, version: Any) -> tuple[Any, Any]:
+        more, seen = jax.grad(loss, has_aux=True)(params, micro, centre, fresh, version)
+        gradients = jax.tree.map(lambda total, g: total + g.astype(jnp.float32), gradients, more)
+        joined = {name: statistics[name] + seen[name] for name in SUMS} | {name: jnp.maximum(statistics[name], seen[name]) for name in MAXIMA}
+        return gradients, joined
+
+    def apply(state: TrainState, gradients: Any, tokens: Any, rate: Any, version: Any) -> tuple[TrainState, jax.Array, jax.Array]:
+        mean = jax.tree.map(lambda g: g / tokens, gradients)
+        state, norm, finite = update(optimizer, state, mean, rate, config.trainer.grad_clip)
+        return dataclasses.replace(state, step=version + 1), norm, finite
+
+    gradients = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, jnp.float32, sharding=leaf.sharding), state.params)
+    statistics = dict.fromkeys(SUMS + MAXIMA, scalar)
+    shardings = jax.tree.map(lambda leaf: leaf.sharding, (gradients, statistics))
+
+    def zeros(tree: Any) -> Any:
+        return jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), tree)
+
+    flag, version = (jax.ShapeDtypeStruct((), dtype, sharding=here.scalar) for dtype in (jnp.bool_, jnp.int32))
+    programs: dict[Any, Any] = {
+        "gradients": jax.jit(lambda: zeros(gradients), out_shardings=shardings[0]).lower(),
+        "statistics": jax.jit(lambda: zeros(statistics), out_shardings=shardings[1]).lower(),
+        "apply": jax.jit(apply, donate_argnums=0, out_shardings=(here.state, here.scalar, here.scalar)).lower(state, gradients, scalar, scalar, version),
+    }
+    for rows in counts:
+        shape = (rows, config.trainer.micro_batch_tokens)
+        integers, floats = (jax.ShapeDtypeStruct(shape, dtype, sharding=here.rows) for dtype in (jnp.int32, jnp.float32))
+        micro = MicroBatch(integers, integers, integers, integers, floats, floats, integers, floats)
+        if config.trainer.minibatches > 1:
+            programs["proximal", rows] = jax.jit(proximal, out_shardings=here.rows).lower(state.params, micro)
+        programs["accumulate", rows] = jax.jit(accumulate, donate_argnums=(1, 2), out_shardings=shardings).lower(
+            state.params, gradients, statistics, micro, floats, flag, version
+        )
+    return programs
