@@ -38,10 +38,19 @@ def load_problems(config: Config) -> tuple[Tokenizer, Task, Config]:
         tokenizer = load_tokenizer(config.model.path) if config.model.path else embedded_tokenizer()
     except (OSError, ValueError) as error:
         raise ConfigError(f"'model.path': {error}") from error
+    stop_ids(config, tokenizer)
     task = load_task(config, tokenizer)
     settled = config.copy_and_resolve_references()
     put(settled, "trainer.micro_batch_tokens", settle_lengths(config, task)[1])
     return tokenizer, task, settled
+
+
+def stop_ids(config: Config, tokenizer: Tokenizer) -> tuple[int, ...]:
+    """The tokens of ``rollout.stop``. They end responses in this run's sampler only: an exported policy does not know them."""
+    try:
+        return tokenizer.single_tokens(config.rollout.stop)
+    except ValueError as error:
+        raise ConfigError(f"'rollout.stop': {error}") from error
 
 
 def start_devices(config: Config) -> Meshes:
@@ -74,7 +83,7 @@ def make_engine(config: Config, model: ModelConfig, meshes: Meshes, tokenizer: T
     r = config.rollout
     whole = temperature is not None
     return SamplerEngine(
-        model,
+        dataclasses.replace(model, eos_ids=tuple(dict.fromkeys((*model.eos_ids, *stop_ids(config, tokenizer))))),
         meshes.sampler,
         slots=r.slots,
         max_length=longest,

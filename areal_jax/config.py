@@ -169,6 +169,10 @@ def _rules(c: Config) -> Iterator[tuple[bool, str]]:
             any(not isinstance(b, int) or isinstance(b, bool) or b < 1 for b in buckets) or list(buckets) != sorted(set(buckets)),
             f"'rollout.{key}' must be rising whole numbers from 1, as in (32,72), or (); got {tuple(buckets)}",
         )
+    yield (
+        any(not isinstance(text, str) or not text for text in r.stop) or len(set(r.stop)) != len(r.stop),
+        f"'rollout.stop' must be different texts of at least one character, as in ('\\n',), or (); got {r.stop!r}",
+    )
     longest = c.task.max_prompt_tokens + r.max_new_tokens
     yield (
         bool(c.task.max_prompt_tokens) and 0 < t.micro_batch_tokens < longest,

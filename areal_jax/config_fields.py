@@ -96,7 +96,7 @@ FIELDS: dict[str, Any] = {
         "on_overdue": F("wait", "due groups that are unfinished: wait for them, drop them, or keep them past η", choices=("wait", "drop", "keep")),
         "group_size": F(8, "samples of a prompt", minimum=1),
         "max_new_tokens": F(112, "length limit of a response", minimum=1),
-        "stop": F((), "texts of one token each that end a response, beside the end-of-text tokens", kind=tuple),
+        "stop": F((), "texts of one token each, as in ('\\n',); that token (not one that only holds the text) ends a response, and stays in it", kind=tuple),
         "temperature": F(1.0, "sampling temperature", above=0.0),
         "top_p": F(
             1.0,

@@ -205,6 +205,9 @@ def test_group_of_one_has_no_baseline(name):
         (["model.head_dim=15"], ("'model.head_dim'", "even", "15"), ["model.head_dim=16"]),
         (["trainer.groups_per_step=5"], ("'trainer.minibatches'", "5 and 2"), ["trainer.groups_per_step=5", "trainer.minibatches=1"]),
         (["rollout.length_buckets=(96,48)"], ("'rollout.length_buckets'", "rising"), ["rollout.length_buckets=(48,96)"]),
+        (["rollout.stop=(1,)"], ("'rollout.stop'", "(1,)"), [r"rollout.stop=('\n',)"]),
+        (["rollout.stop=('',)"], ("'rollout.stop'", "('',)"), ["rollout.stop=()"]),
+        (["rollout.stop=(';',';')"], ("'rollout.stop'", "different"), ["rollout.stop=(';',)"]),
         (["rollout.length_buckets=(1.5,)"], ("'rollout.length_buckets'", "whole"), ["rollout.length_buckets=(2,)"]),
         (["trainer.micro_batch_tokens=100"], ("'trainer.micro_batch_tokens'", "112", "100"), ["trainer.micro_batch_tokens=192"]),
         (

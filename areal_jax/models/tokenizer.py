@@ -55,6 +55,21 @@ class Tokenizer:
         """Text of ``ids`` without special tokens; bytes that are no valid UTF-8 become U+FFFD."""
         return self.backend.decode([int(i) for i in ids], skip_special_tokens=True)
 
+    def single_tokens(self, texts: Sequence[str]) -> tuple[int, ...]:
+        """The ids of texts that are one token each.
+
+        Raises:
+          ValueError: a text is no token or several, or the token stands for another text (an unknown one).
+        """
+        ids = []
+        for text in texts:
+            tokens = self.encode(text).tolist()
+            if len(tokens) != 1 or self.backend.decode(tokens, skip_special_tokens=False) != text:
+                parts = " ".join(repr(self.backend.id_to_token(token)) for token in tokens)
+                raise ValueError(f"each text must be exactly one token of the tokenizer; {text!r} is {len(tokens)}: {parts or 'none'}; take a text that is one")
+            ids.append(tokens[0])
+        return tuple(ids)
+
     def save(self, directory: str | pathlib.Path) -> None:
         """Writes tokenizer.json and tokenizer_config.json, as ``transformers.PreTrainedTokenizerFast`` reads them."""
         path = pathlib.Path(directory)

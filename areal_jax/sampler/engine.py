@@ -332,7 +332,7 @@ class SamplerEngine(jetstream.Engine):
         """JetStream: the engine's tokenizer behind JetStream's interface."""
         from areal_jax.sampler.jetstream_tokenizer import JetStreamTokenizer
 
-        return JetStreamTokenizer(self._tokenizer)
+        return JetStreamTokenizer(self._tokenizer, self.model.eos_ids)
 
     @property
     def max_concurrent_decodes(self) -> int:

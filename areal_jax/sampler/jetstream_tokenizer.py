@@ -2,11 +2,12 @@
 
 Invariants:
 * The ids are those of ``models.tokenizer.Tokenizer``; nothing is put before a text, for its models know no beginning token.
-* Generation stops at the model's end tokens only; the padding token is no stop token, as it is none in the driver.
+* Generation stops where the engine's own driver stops; the padding token is no stop token, as it is none in the driver.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -21,12 +22,14 @@ class JetStreamTokenizer(jetstream.Tokenizer):
 
     Args:
       tokenizer: the policy's.
+      stop_ids: tokens that end a response; empty: the tokenizer's end-of-text tokens.
     """
 
-    def __init__(self, tokenizer: Tokenizer | None):
+    def __init__(self, tokenizer: Tokenizer | None, stop_ids: Sequence[int] = ()):
         if tokenizer is None:
             raise ValueError("JetStream's interface needs a tokenizer; pass tokenizer= to SamplerEngine")
         self.tokenizer = tokenizer
+        self._stop_ids = set(stop_ids) or set(tokenizer.eos_ids)
 
     def encode(self, s: str, **kwargs: Any) -> tuple[jax.Array | np.ndarray, int]:
         """Ids of ``s``, padded to one of JetStream's prefill lengths.
@@ -67,4 +70,4 @@ class JetStreamTokenizer(jetstream.Tokenizer):
 
     @property
     def stop_tokens(self) -> set[int]:
-        return set(self.tokenizer.eos_ids)
+        return self._stop_ids

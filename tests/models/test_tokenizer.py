@@ -4,10 +4,11 @@ import json
 
 import numpy as np
 import pytest
+import tokenizers
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from areal_jax.models.tokenizer import PHRASES, embedded_tokenizer, load_tokenizer
+from areal_jax.models.tokenizer import PHRASES, Tokenizer, embedded_tokenizer, load_tokenizer
 
 TOKENIZER = embedded_tokenizer()
 
@@ -40,6 +41,21 @@ def test_ids_and_phrases():
     assert [len(TOKENIZER.encode(phrase)) for phrase in PHRASES] == [1] * len(PHRASES)
     assert len(TOKENIZER.encode("GCD of 18, 5:")) == 6
     assert TOKENIZER.decode([TOKENIZER.encode("7")[0], 1, 0, 0]) == "7"
+
+
+def test_texts_of_one_token():
+    assert TOKENIZER.single_tokens(("####", "\n", "7")) == tuple(TOKENIZER.encode(text)[0] for text in ("####", "\n", "7"))
+    assert TOKENIZER.single_tokens(()) == ()
+    for text, count in (("77", 2), ("é", 2), ("", 0)):
+        with pytest.raises(ValueError, match=f"'{text}' is {count}: .*take a text that is one"):
+            TOKENIZER.single_tokens(("7", text))
+
+
+def test_the_unknown_token_is_no_text_of_one_token():
+    backend = tokenizers.Tokenizer(tokenizers.models.WordLevel({"<unk>": 0, "<eos>": 1, "a": 2}, unk_token="<unk>"))
+    with pytest.raises(ValueError, match="'b' is 1: '<unk>'"):
+        Tokenizer(backend, 0, (1,)).single_tokens(("b",))
+    assert Tokenizer(backend, 0, (1,)).single_tokens(("a",)) == (2,)
 
 
 def test_half_a_character_is_shown_not_raised():

@@ -81,6 +81,7 @@ def test_tokenizer_speaks_jetstreams_language():
     assert isinstance(tokenizer.encode(text, jax_padding=True)[0], jax.Array)
     assert tokenizer.decode([*map(int, padded[:length]), ours.eos_ids[0]]) == text
     assert tokenizer.stop_tokens == set(ours.eos_ids) and tokenizer.pad_id == 0 and tokenizer.eos_id == 1
+    assert JetStreamTokenizer(ours, (1, 7)).stop_tokens == {1, 7}
     with pytest.raises(ValueError, match="at most 16 tokens; got 20"):
         tokenizer.encode("9" * 20, max_prefill_length=16)
     with pytest.raises(ValueError, match="tokenizer="):
