@@ -153,6 +153,10 @@ def _rules(c: Config) -> Iterator[tuple[bool, str]]:
     """(broken, message) of every rule that joins several keys."""
     r, t, m, a = c.rollout, c.trainer, c.model, c.algorithm
     yield m.heads % m.kv_heads != 0, f"'model.heads' must be a multiple of 'model.kv_heads'; got {m.heads} and {m.kv_heads}"
+    yield (
+        m.family == "qwen3_moe" and m.experts_per_token > m.experts,
+        f"'model.experts_per_token' must be at most 'model.experts' = {m.experts}; got {m.experts_per_token}",
+    )
     yield m.head_dim % 2 != 0, f"'model.head_dim' must be even (rotary pairs); got {m.head_dim}"
     yield (
         t.groups_per_step % t.minibatches != 0,

@@ -17,6 +17,22 @@ def rotate(head, position, theta):
     return np.concatenate([turned.real, turned.imag])
 
 
+def swiglu(gate, up, down, h):
+    opened = h @ gate
+    return (opened / (1 + np.exp(-opened)) * (h @ up)) @ down
+
+
+def mixture(model, p, h):
+    """The chosen experts of one token, one after another."""
+    scores = h @ p["router"]["kernel"]
+    probabilities = np.exp(scores - scores.max())
+    probabilities /= probabilities.sum()
+    chosen = np.argsort(-probabilities)[: model.experts_per_token]
+    whole = probabilities[chosen].sum() if model.normalise_experts else 1.0
+    experts = p["experts"]
+    return sum(probabilities[e] / whole * swiglu(*(experts[name]["kernel"][e] for name in ("gate", "up", "down")), h) for e in chosen)
+
+
 def as_float64(params):
     return {k: as_float64(v) for k, v in params.items()} if isinstance(params, dict) else np.asarray(params, np.float64)
 
@@ -37,8 +53,7 @@ class Decoder:
             p = params["layers"][f"layer_{i}"]
             x = x + self._attention(p["attention"], i, norm(x, p["attention_norm"]["scale"], m.norm_epsilon), position)
             h = norm(x, p["mlp_norm"]["scale"], m.norm_epsilon)
-            gate = h @ p["mlp"]["gate"]["kernel"]
-            x = x + (gate / (1 + np.exp(-gate)) * (h @ p["mlp"]["up"]["kernel"])) @ p["mlp"]["down"]["kernel"]
+            x = x + (mixture(m, p["mlp"], h) if m.experts else swiglu(*(p["mlp"][name]["kernel"] for name in ("gate", "up", "down")), h))
         x = norm(x, params["final_norm"]["scale"], m.norm_epsilon)
         return x @ (params["embedding"].T if m.tie_embeddings else params["lm_head"]["kernel"])
 
@@ -50,7 +65,7 @@ class Decoder:
             return y.reshape(count, m.head_dim)
 
         query, key, value = project("query", m.heads), project("key", m.kv_heads), project("value", m.kv_heads)
-        if m.family == "qwen3":
+        if m.family in ("qwen3", "qwen3_moe"):
             query = np.stack([norm(h, p["query_norm"]["scale"], m.norm_epsilon) for h in query])
             key = np.stack([norm(h, p["key_norm"]["scale"], m.norm_epsilon) for h in key])
         self.keys[layer].append(np.stack([rotate(h, position, m.rope_theta) for h in key]))

@@ -202,6 +202,11 @@ def test_group_of_one_has_no_baseline(name):
     "overrides, parts, remedy",
     [
         (["model.heads=5"], ("'model.heads'", "'model.kv_heads'", "5", "2"), ["model.heads=5", "model.kv_heads=5"]),
+        (
+            ["model.family=qwen3_moe", "model.experts=4", "model.experts_per_token=5"],
+            ("'model.experts_per_token'", "'model.experts' = 4", "got 5"),
+            ["model.family=qwen3_moe", "model.experts=5", "model.experts_per_token=5"],
+        ),
         (["model.head_dim=15"], ("'model.head_dim'", "even", "15"), ["model.head_dim=16"]),
         (["trainer.groups_per_step=5"], ("'trainer.minibatches'", "5 and 2"), ["trainer.groups_per_step=5", "trainer.minibatches=1"]),
         (["rollout.length_buckets=(96,48)"], ("'rollout.length_buckets'", "rising"), ["rollout.length_buckets=(48,96)"]),

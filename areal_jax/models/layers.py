@@ -102,17 +102,3 @@ class SwiGLU(nnx.Module):
 
     def __call__(self, x: jax.Array) -> jax.Array:
         return self.down(jax.nn.silu(self.gate(x)) * self.up(x))
-
-
-class Block(nnx.Module):
-    """One pre-norm decoder block."""
-
-    def __init__(self, model: ModelConfig, rngs: nnx.Rngs):
-        self.attention_norm = RMSNorm(model.hidden_size, model.norm_epsilon)
-        self.attention = Attention(model, rngs)
-        self.mlp_norm = RMSNorm(model.hidden_size, model.norm_epsilon)
-        self.mlp = SwiGLU(model, rngs)
-
-    def __call__(self, layer: int, x: jax.Array, tables: tuple[jax.Array, jax.Array], attend: Attend) -> jax.Array:
-        x = x + self.attention(layer, self.attention_norm(x), tables, attend)
-        return x + self.mlp(self.mlp_norm(x))

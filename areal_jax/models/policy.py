@@ -14,10 +14,12 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from flax import nnx
+from jax.sharding import Mesh
 
 from areal_jax.models.architecture import ModelConfig
 from areal_jax.models.attention import packed_attention
-from areal_jax.models.layers import Attend, Block, Linear, RMSNorm, rotary_tables
+from areal_jax.models.block import Block
+from areal_jax.models.layers import Attend, Linear, RMSNorm, rotary_tables
 
 Params = Any
 """Nested dict of arrays."""
@@ -33,12 +35,12 @@ class Policy(nnx.Module):
         self.final_norm = RMSNorm(model.hidden_size, model.norm_epsilon)
         self.lm_head = None if model.tie_embeddings else Linear(model.hidden_size, model.vocab_size, bias=False, dtype="float32", rngs=rngs)
 
-    def hidden(self, tokens: jax.Array, positions: jax.Array, attend: Attend) -> jax.Array:
-        """Final hidden states [..., hidden_size] of tokens and positions [...]."""
+    def hidden(self, tokens: jax.Array, positions: jax.Array, attend: Attend, mesh: Mesh | None = None) -> jax.Array:
+        """Final hidden states [..., hidden_size] of tokens and positions [...]; ``mesh``: see ``Block``."""
         x = self.embedding[...][tokens].astype(self.model.dtype)
         tables = rotary_tables(positions, self.model.head_dim, self.model.rope_theta)
         for i in range(self.model.layers):
-            x = self.layers[f"layer_{i}"](i, x, tables, attend)
+            x = self.layers[f"layer_{i}"](i, x, tables, attend, mesh)
         return self.final_norm(x)
 
     def logits(self, hidden: jax.Array) -> jax.Array:

@@ -197,7 +197,7 @@ class SamplerEngine(jetstream.Engine):
                 values[layer] = values[layer].at[slots, :, state.positions].set(value)
                 return cached_attention(query, keys[layer], values[layer], state.positions)
 
-            logits = policy.logits(policy.hidden(state.tokens, state.positions, attend))
+            logits = policy.logits(policy.hidden(state.tokens, state.positions, attend, self._mesh))
             token, logprob = sample(logits, uniforms(state.request_keys, state.counts), temperature, top_k, top_p)
             live = state.live
             counts = state.counts + live
@@ -232,7 +232,7 @@ class SamplerEngine(jetstream.Engine):
             values.append(value.transpose(0, 2, 1, 3))
             return packed_attention(query, key, value, segments)
 
-        policy.hidden(sequences, jnp.broadcast_to(jnp.arange(sequences.shape[1]), sequences.shape), attend)
+        policy.hidden(sequences, jnp.broadcast_to(jnp.arange(sequences.shape[1]), sequences.shape), attend, self._mesh)
         return keys, values
 
     def _enter_body(self, params: Any, state: DecodeState, sequences: jax.Array, new: Insertion, seed: jax.Array) -> DecodeState:

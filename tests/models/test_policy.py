@@ -26,7 +26,7 @@ def params_of(model, seed=0):
     def leaf(shape):
         if len(shape.shape) == 1:
             return (1.0 + 0.5 * random.standard_normal(shape.shape)).astype(np.float32)
-        return (shape.shape[0] ** -0.5 * 1.5 * random.standard_normal(shape.shape)).astype(np.float32)
+        return (shape.shape[-2] ** -0.5 * 1.5 * random.standard_normal(shape.shape)).astype(np.float32)
 
     return jax.tree.map(leaf, param_shapes(model))
 
@@ -56,6 +56,8 @@ MODELS = {
     "qwen2 tied": model_of(tie_embeddings=True),
     "qwen3": model_of("qwen3", rope_theta=500.0),
     "llama": model_of("llama", norm_epsilon=1e-2),
+    "qwen3_moe": model_of("qwen3_moe", experts=5, experts_per_token=2, expert_mlp_size=16),
+    "qwen3_moe not normalised": model_of("qwen3_moe", experts=4, experts_per_token=3, expert_mlp_size=16, normalise_experts=False),
     "one kv head": dataclasses.replace(model_of(), kv_heads=1),
     "no grouping": dataclasses.replace(model_of("llama"), kv_heads=4),
 }
@@ -75,7 +77,7 @@ def test_logits_are_those_of_the_numpy_policy(name):
         np.testing.assert_allclose(ours[0, at : at + len(sequence)], theirs, rtol=1e-4, atol=1e-4)
 
 
-@pytest.mark.parametrize("name", ["qwen2", "qwen3"])
+@pytest.mark.parametrize("name", ["qwen2", "qwen3", "qwen3_moe"])
 def test_every_parameter_matters(name):
     model = MODELS[name]
     params, row = params_of(model), packed([sequence_of(12)])

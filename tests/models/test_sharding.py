@@ -14,7 +14,8 @@ from areal_jax.models.sharding import LOGICAL_AXES, logical_to_mesh, named_shard
 
 def model_of(family, **changes):
     sizes = {"vocab_size": 32, "layers": 2, "hidden_size": 24, "heads": 4, "kv_heads": 2, "head_dim": 6, "mlp_size": 40}
-    return ModelConfig(family, **(sizes | changes))
+    mixture = {"experts": 4, "experts_per_token": 2, "expert_mlp_size": 16} if family == "qwen3_moe" else {}
+    return ModelConfig(family, **(sizes | mixture | changes))
 
 
 def names(tree):
@@ -22,7 +23,7 @@ def names(tree):
     return {jax.tree_util.keystr(path, simple=True, separator="/"): leaf for path, leaf in leaves}
 
 
-@pytest.mark.parametrize("family", ["qwen2", "qwen3", "llama"])
+@pytest.mark.parametrize("family", ["qwen2", "qwen3", "llama", "qwen3_moe"])
 @pytest.mark.parametrize("tied", [False, True])
 def test_every_parameter_has_one_line_of_its_rank(family, tied):
     model = model_of(family, tie_embeddings=tied)
@@ -38,7 +39,7 @@ def test_every_parameter_has_one_line_of_its_rank(family, tied):
 def test_no_line_of_the_table_is_idle():
     used = {
         suffix
-        for family in ("qwen2", "qwen3", "llama")
+        for family in ("qwen2", "qwen3", "llama", "qwen3_moe")
         for name in names(param_shapes(model_of(family)))
         for suffix in LOGICAL_AXES
         if name == suffix or name.endswith("/" + suffix)
@@ -55,7 +56,7 @@ def test_tensor_parallel_splits_outputs_of_the_first_and_inputs_of_the_second_pr
 
 
 def test_a_parameter_without_a_line_is_named(monkeypatch):
-    monkeypatch.delitem(sharding.LOGICAL_AXES, "gate/kernel")
+    monkeypatch.delitem(sharding.LOGICAL_AXES, "mlp/gate/kernel")
     with pytest.raises(KeyError, match=r"layers/layer_0/mlp/gate/kernel.*LOGICAL_AXES"):
         param_specs(model_of("llama"))
 
