@@ -29,7 +29,7 @@ WARMUP_STEPS = 1600
 Config: TypeAlias = Any
 """An ``ml_collections.ConfigDict``; its keys are known at run time only, and checked there."""
 
-MESH_AXES = ("data", "fsdp", "tensor")
+MESH_AXES = ("data", "fsdp", "context", "tensor")
 
 
 class ConfigError(ValueError):
@@ -255,20 +255,22 @@ def check_devices(config: Config, available: int) -> tuple[int, int, bool]:
                 f"'cluster.mesh.{role}' must multiply to a divisor of its {count} devices (exactly {count} when data is given); "
                 f"got '{c.mesh[role]}' = {product}"
             )
-        tensor = sizes.get("tensor", 1)
-        if not config.model.path and (config.model.kv_heads % tensor or config.model.heads % tensor):
-            raise ConfigError(
-                f"'cluster.mesh.{role}': the tensor axis must divide 'model.kv_heads' = {config.model.kv_heads} and "
-                f"'model.heads' = {config.model.heads}; got {tensor}"
-            )
+        context, tensor = sizes.get("context", 1), sizes.get("tensor", 1)
+        if not config.model.path and config.model.heads % tensor:
+            raise ConfigError(f"'cluster.mesh.{role}': the tensor axis must divide 'model.heads' = {config.model.heads}; got {tensor}")
+        shards = count // (context * tensor)
         if role == "trainer":
-            shards = count // tensor
             if config.trainer.micro_batch_rows % shards:
                 raise ConfigError(
                     f"'trainer.micro_batch_rows' must be a multiple of the trainer's {shards} data-parallel shards; got {config.trainer.micro_batch_rows}"
                 )
-        elif config.rollout.slots % (count // tensor):
-            raise ConfigError(f"'rollout.slots' must be a multiple of the sampler's {count // tensor} data-parallel shards; got {config.rollout.slots}")
+            for key in ("trainer.micro_batch_tokens", "sft.row_tokens"):
+                if get(config, key) % context:
+                    raise ConfigError(f"'{key}' must be a multiple of the trainer's context axis = {context}; got {get(config, key)}; or set it to 0")
+        elif context > 1:
+            raise ConfigError(f"'cluster.mesh.sampler': a sampler has no context axis (it decodes one token a sequence); got context={context}; use tensor")
+        elif config.rollout.slots % shards:
+            raise ConfigError(f"'rollout.slots' must be a multiple of the sampler's {shards} data-parallel shards; got {config.rollout.slots}")
     return sampler, trainer, shared
 
 

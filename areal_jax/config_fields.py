@@ -174,7 +174,7 @@ FIELDS: dict[str, Any] = {
         "sampler_devices": F(0, "devices of the sampler; 0: half of them, at least 1", minimum=0),
         "trainer_devices": F(0, "devices of the trainer; 0: the rest", minimum=0),
         "mesh": {
-            "trainer": F("", "axes of the trainer's mesh, such as fsdp=2,tensor=2; data takes what is left"),
+            "trainer": F("", "axes of the trainer's mesh, such as fsdp=2,context=2,tensor=2; data takes what is left"),
             "sampler": F("", "axes of the sampler's mesh, such as tensor=2; data takes what is left"),
         },
         "compilation_cache": F("", "directory of JAX's persistent compilation cache; empty: none"),

@@ -292,9 +292,16 @@ def test_meshes():
         check_devices(validate(changed(cluster__mesh__trainer="fsdp=3")), 8)
     with pytest.raises(ConfigError, match=r"exactly 4 when data is given.*data=2"):
         check_devices(validate(changed(cluster__mesh__trainer="data=2")), 8)
-    with pytest.raises(ConfigError, match=r"tensor axis must divide 'model\.kv_heads' = 2.*got 4"):
-        check_devices(validate(changed(cluster__mesh__sampler="tensor=4")), 8)
-    assert check_devices(validate(changed(cluster__mesh__sampler="tensor=2", cluster__mesh__trainer="fsdp=2,tensor=2")), 8) == (4, 4, False)
+    with pytest.raises(ConfigError, match=r"tensor axis must divide 'model\.heads' = 6.*got 4"):
+        check_devices(validate(changed(cluster__mesh__sampler="tensor=4", model__heads=6)), 8)
+    with pytest.raises(ConfigError, match=r"'cluster\.mesh\.sampler'.*no context axis.*context=2"):
+        check_devices(validate(changed(cluster__mesh__sampler="context=2")), 8)
+    for key, tokens in (("trainer.micro_batch_tokens", 194), ("sft.row_tokens", 150)):
+        uneven = validate(changed(cluster__mesh__trainer="context=4", **{key.replace(".", "__"): tokens}))
+        with pytest.raises(ConfigError, match=rf"'{key}' must be a multiple of the trainer's context axis = 4; got {tokens}"):
+            check_devices(uneven, 8)
+    assert check_devices(validate(changed(cluster__mesh__sampler="tensor=4", cluster__mesh__trainer="fsdp=2,tensor=2")), 8) == (4, 4, False)
+    assert check_devices(validate(changed(trainer__micro_batch_rows=1, cluster__mesh__trainer="context=2,tensor=2")), 8) == (4, 4, False)
 
 
 def test_workdir_must_be_writable(tmp_path):

@@ -1,7 +1,7 @@
 """From the configuration to the meshes of trainer and sampler.
 
 Invariants:
-* Every mesh has the axes ('data', 'fsdp', 'tensor'), all of type Auto; an axis that is not asked for has size 1.
+* Every mesh has the axes ('data', 'fsdp', 'context', 'tensor'), all of type Auto; an axis that is not asked for has size 1.
 * Trainer and sampler have no device in common, except on a host with a single device, which they share.
 * The devices of the trainer come first, so that both meshes are contiguous in the order of ``jax.devices()``.
 """
@@ -27,7 +27,7 @@ class Meshes:
     Attributes:
       trainer: mesh of the training step.
       sampler: mesh of the decode step.
-      everyone: mesh of the supervised warm-up, when nothing is sampled: the trainer's fsdp and tensor axes, and as much data parallelism
+      everyone: mesh of the supervised warm-up, when nothing is sampled: the trainer's other axes, and as much data parallelism
         as the devices of both roles and ``sft.rows`` allow.
       shared: trainer and sampler are the same single device.
     """
@@ -96,22 +96,25 @@ def role_mesh(config: Any, role: str, devices: Sequence[Any]) -> Mesh:
     """The mesh that ``cluster.mesh.<role>`` describes, over exactly these devices; 'data' takes what the named axes leave."""
     sizes = parse_mesh(f"cluster.mesh.{role}", config.cluster.mesh[role])
     sizes.setdefault("data", len(devices) // math.prod(sizes.values()))
-    return build_mesh([sizes.get(axis, 1) for axis in MESH_AXES], devices)
+    return build_mesh(devices, **sizes)
 
 
-def build_mesh(shape: Sequence[int], devices: Sequence[Any]) -> Mesh:
-    """A mesh with the axes ('data', 'fsdp', 'tensor') of type Auto.
+def build_mesh(devices: Sequence[Any], *, data: int = 1, fsdp: int = 1, context: int = 1, tensor: int = 1) -> Mesh:
+    """A mesh with the axes ('data', 'fsdp', 'context', 'tensor') of type Auto.
 
     Args:
-      shape: sizes of the three axes; their product is the number of devices.
-      devices: in ``jax.devices()`` order; an accelerator's topology may reorder them inside the mesh.
+      devices: as many as the product of the sizes, in ``jax.devices()`` order; an accelerator's topology may reorder them inside the mesh.
+      data, fsdp: over both of which rows are divided; parameters over fsdp.
+      context: over which the positions of a row are divided.
+      tensor: over which heads, mlp and vocabulary are divided.
     """
+    shape = (data, fsdp, context, tensor)
     if math.prod(shape) != len(devices):
-        raise ValueError(f"a mesh of shape {tuple(shape)} needs {math.prod(shape)} devices; got {len(devices)}")
+        raise ValueError(f"a mesh of shape {shape} needs {math.prod(shape)} devices; got {len(devices)}")
     kinds = (AxisType.Auto,) * len(MESH_AXES)
     if devices[0].platform == "tpu":
-        return jax.make_mesh(tuple(shape), MESH_AXES, axis_types=kinds, devices=list(devices))
-    return Mesh(np.asarray(devices, dtype=object).reshape(tuple(shape)), MESH_AXES, axis_types=kinds)
+        return jax.make_mesh(shape, MESH_AXES, axis_types=kinds, devices=list(devices))
+    return Mesh(np.asarray(devices, dtype=object).reshape(shape), MESH_AXES, axis_types=kinds)
 
 
 def data_shards(mesh: Mesh) -> int:
@@ -120,12 +123,12 @@ def data_shards(mesh: Mesh) -> int:
 
 
 def _everyone(config: Any, trainer: Mesh, devices: Sequence[Any]) -> Mesh:
-    """The largest warm-up mesh: a multiple of the trainer's fsdp × tensor devices whose data shards divide ``sft.rows``."""
-    fsdp, tensor = trainer.shape["fsdp"], trainer.shape["tensor"]
-    block = fsdp * tensor
+    """The largest warm-up mesh: a multiple of the trainer's fsdp × context × tensor devices whose data shards divide ``sft.rows``."""
+    fsdp, context, tensor = (trainer.shape[axis] for axis in ("fsdp", "context", "tensor"))
+    block = fsdp * context * tensor
     for data in range(len(devices) // block, 0, -1):
         if config.sft.rows % (data * fsdp) == 0:
-            return build_mesh((data, fsdp, tensor), devices[: data * block])
+            return build_mesh(devices[: data * block], data=data, fsdp=fsdp, context=context, tensor=tensor)
     raise ConfigError(
         f"'sft.rows' must be a multiple of the trainer's fsdp axis = {fsdp}; got {config.sft.rows}; take a multiple or a smaller fsdp in 'cluster.mesh.trainer'"
     )

@@ -44,6 +44,7 @@ MESH_RULES: dict[str, Any] = {
     "experts": None,
     "norm": None,
     "batch": ("data", "fsdp"),
+    "length": "context",
     "slots": ("data", "fsdp"),
 }
 

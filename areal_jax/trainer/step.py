@@ -45,7 +45,7 @@ class Placement:
 
     Attributes:
       state: ``TrainState`` of shardings.
-      rows: of a micro-batch's arrays [rows, length], over the data-parallel axes.
+      rows: of a micro-batch's arrays [rows, length]: rows over the data-parallel axes, positions over context.
       scalar: replicated.
       shards: number of data-parallel shards.
     """
@@ -85,7 +85,7 @@ def place(model: ModelConfig, mesh: Mesh, optimizer: optax.GradientTransformatio
     of_params = named_shardings(mesh, param_specs(model), shapes.params)
     of_optimizer = optax.tree_map_params(optimizer, lambda _, sharding: sharding, shapes.opt_state, of_params, transform_non_params=lambda _: scalar)
     state = TrainState(params=of_params, opt_state=of_optimizer, step=scalar, skipped=scalar)
-    return Placement(state, NamedSharding(mesh, logical_to_mesh("batch", None)), scalar, mesh.shape["data"] * mesh.shape["fsdp"])
+    return Placement(state, NamedSharding(mesh, logical_to_mesh("batch", "length")), scalar, mesh.shape["data"] * mesh.shape["fsdp"])
 
 
 def owned(params: Any, shardings: Any, dtype: Any) -> Any:

@@ -85,7 +85,7 @@ class SupervisedTrainer(StateHolder):
         Args:
           section: the ``sft`` section of a configuration.
           model: the architecture.
-          mesh: axes ('data', 'fsdp', 'tensor').
+          mesh: from ``cluster.meshes``.
           params: to start from; copied.
           corpus: from ``pack_demonstrations``.
           seed: of the order of rows.

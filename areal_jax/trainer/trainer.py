@@ -47,7 +47,7 @@ class Trainer(StateHolder):
         Args:
           config: a validated configuration.
           model: the architecture.
-          mesh: axes ('data', 'fsdp', 'tensor').
+          mesh: from ``cluster.meshes``.
           params: to start from, on any devices; copied.
         """
         super().__init__(model, mesh, config.trainer, params, config.model.param_dtype)

@@ -7,6 +7,7 @@ Invariants:
 
 from __future__ import annotations
 
+import math
 import pathlib
 import time
 from collections.abc import Callable
@@ -77,7 +78,8 @@ def warm_up(
             trainer = StateHolder(model, mesh, config.sft, params, config.model.param_dtype)
         else:
             corpus = pairs()
-            row_tokens = config.sft.row_tokens or max(144, -(-max(len(p) + len(r) for p, r in corpus) // 16) * 16)
+            step = math.lcm(16, mesh.shape["context"])
+            row_tokens = config.sft.row_tokens or -(-max(144, *(len(p) + len(r) for p, r in corpus)) // step) * step
             packed = pack_demonstrations(corpus, row_tokens)
             trainer = SupervisedTrainer(config.sft, model, mesh, params, packed, config.seed, config.model.param_dtype)
         if latest is not None:

@@ -10,7 +10,7 @@ from jax.sharding import AxisType
 from areal_jax import config as configuration
 from areal_jax.cluster import meshes
 
-AXES = ("data", "fsdp", "tensor")
+AXES = ("data", "fsdp", "context", "tensor")
 
 
 def run_config(**cluster):
@@ -23,13 +23,14 @@ def run_config(**cluster):
 @pytest.mark.parametrize(
     ("host", "trainer_axes", "sampler_axes", "counts", "trainer", "sampler"),
     [
-        (1, "", "", (0, 0), (1, 1, 1), (1, 1, 1)),
-        (2, "", "", (0, 0), (1, 1, 1), (1, 1, 1)),
-        (4, "", "", (0, 0), (2, 1, 1), (2, 1, 1)),
-        (4, "fsdp=2", "tensor=2", (2, 2), (1, 2, 1), (1, 1, 2)),
-        (8, "fsdp=2,tensor=2", "", (4, 4), (1, 2, 2), (4, 1, 1)),
-        (8, "tensor=2", "tensor=2", (2, 4), (2, 1, 2), (1, 1, 2)),
-        (5, "", "", (1, 4), (4, 1, 1), (1, 1, 1)),
+        (1, "", "", (0, 0), (1, 1, 1, 1), (1, 1, 1, 1)),
+        (2, "", "", (0, 0), (1, 1, 1, 1), (1, 1, 1, 1)),
+        (4, "", "", (0, 0), (2, 1, 1, 1), (2, 1, 1, 1)),
+        (4, "fsdp=2", "tensor=2", (2, 2), (1, 2, 1, 1), (1, 1, 1, 2)),
+        (8, "fsdp=2,tensor=2", "", (4, 4), (1, 2, 1, 2), (4, 1, 1, 1)),
+        (8, "tensor=2", "tensor=2", (2, 4), (2, 1, 1, 2), (1, 1, 1, 2)),
+        (8, "context=2,tensor=2", "tensor=4", (4, 4), (1, 1, 2, 2), (1, 1, 1, 4)),
+        (5, "", "", (1, 4), (4, 1, 1, 1), (1, 1, 1, 1)),
     ],
 )
 def test_shapes(host, trainer_axes, sampler_axes, counts, trainer, sampler):
@@ -41,13 +42,13 @@ def test_shapes(host, trainer_axes, sampler_axes, counts, trainer, sampler):
     assert tuple(made.sampler.shape.values()) == sampler
     for mesh in (made.trainer, made.sampler, made.everyone):
         assert mesh.axis_names == AXES
-        assert mesh.axis_types == (AxisType.Auto,) * 3
+        assert mesh.axis_types == (AxisType.Auto,) * 4
     ours, theirs = set(made.trainer.devices.flat), set(made.sampler.devices.flat)
     assert made.shared == (host == 1)
     assert (ours == theirs) if made.shared else not ours & theirs
     assert set(made.everyone.devices.flat) <= ours | theirs
     assert config.sft.rows % meshes.data_shards(made.everyone) == 0
-    assert (made.everyone.shape["fsdp"], made.everyone.shape["tensor"]) == trainer[1:]
+    assert tuple(made.everyone.shape[axis] for axis in AXES[1:]) == trainer[1:]
     assert "trainer" in made.describe()
 
 

@@ -1,5 +1,7 @@
 """The table of shardings: complete, exact and legal on every mesh."""
 
+import math
+
 import jax
 import numpy as np
 import pytest
@@ -63,26 +65,26 @@ def test_a_parameter_without_a_line_is_named(monkeypatch):
 
 def test_an_axis_that_does_not_divide_is_replicated():
     model = model_of("qwen2", vocab_size=31, kv_heads=1, hidden_size=18)
-    mesh = build_mesh((1, 4, 2), jax.devices())
+    mesh = build_mesh(jax.devices(), fsdp=4, tensor=2)
     placed = names(named_shardings(mesh, param_specs(model), param_shapes(model)))
     assert placed["embedding"].spec == P(None, None)
     assert placed["layers/layer_0/attention/query/kernel"].spec == P(None, "tensor")
     assert placed["layers/layer_0/attention/key/kernel"].spec == P(None, "tensor")
-    whole = names(named_shardings(build_mesh((1, 2, 2), jax.devices()[:4]), param_specs(model), param_shapes(model)))
+    whole = names(named_shardings(build_mesh(jax.devices()[:4], fsdp=2, tensor=2), param_specs(model), param_shapes(model)))
     assert whole["embedding"].spec == P(None, "fsdp")
     jax.device_put(jax.tree.map(lambda s: np.zeros(s.shape, np.float32), param_shapes(model)), named_shardings(mesh, param_specs(model), param_shapes(model)))
 
 
-@pytest.mark.parametrize("shape", [(1, 2, 1), (2, 2, 2)])
-def test_logits_do_not_depend_on_the_mesh(shape):
+@pytest.mark.parametrize("axes", [{"fsdp": 2}, {"data": 2, "fsdp": 2, "tensor": 2}, {"context": 2, "tensor": 4}], ids=str)
+def test_logits_do_not_depend_on_the_mesh(axes):
     model = model_of("qwen2")
     random = np.random.default_rng(1)
     params = jax.tree.map(lambda s: (0.3 * random.standard_normal(s.shape)).astype(np.float32), param_shapes(model))
-    mesh = build_mesh(shape, jax.devices()[: int(np.prod(shape))])
+    mesh = build_mesh(jax.devices()[: math.prod(axes.values())], **axes)
     row = np.random.default_rng(0).integers(0, 32, (4, 8)).astype(np.int32)
     positions, segments = np.broadcast_to(np.arange(8), row.shape).astype(np.int32), np.ones_like(row)
     forward = jax.jit(packed_logits, static_argnums=0)
     alone = np.asarray(forward(model, params, row, positions, segments))
     placed = jax.device_put(params, named_shardings(mesh, param_specs(model), params))
-    batch = [jax.device_put(x, jax.sharding.NamedSharding(mesh, logical_to_mesh("batch", None))) for x in (row, positions, segments)]
+    batch = [jax.device_put(x, jax.sharding.NamedSharding(mesh, logical_to_mesh("batch", "length"))) for x in (row, positions, segments)]
     np.testing.assert_allclose(np.asarray(forward(model, placed, *batch)), alone, atol=2e-5)

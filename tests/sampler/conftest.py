@@ -46,7 +46,8 @@ def engine_of(model):
     @functools.cache
     def make(mesh=(1, 1, 1), model=model, **options):
         options = {"slots": 4, "max_length": LENGTH, "buckets": (16,), "widths": (12,), "steps": 4, "temperature": 0.9} | options
-        return SamplerEngine(model, build_mesh(mesh, jax.devices()[: int(np.prod(mesh))]), **options)
+        axes = dict(zip(("data", "fsdp", "tensor"), mesh, strict=True))
+        return SamplerEngine(model, build_mesh(jax.devices()[: int(np.prod(mesh))], **axes), **options)
 
     return make
 

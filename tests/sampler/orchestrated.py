@@ -27,7 +27,7 @@ model = ModelConfig("qwen2", tokenizer.vocab_size, layers=1, hidden_size=32, hea
 random = np.random.default_rng(3)
 params = jax.tree.map(lambda s: (1.5 * s.shape[0] ** -0.5 * random.standard_normal(s.shape)).astype(np.float32), param_shapes(model))
 params["lm_head"]["kernel"][:, 1] *= 4.0  # so that some answers end early
-engine = SamplerEngine(model, build_mesh((1, 1, 1), jax.devices()[:1]), slots=3, max_length=40, steps=4, temperature=0.0, tokenizer=tokenizer)
+engine = SamplerEngine(model, build_mesh(jax.devices()[:1]), slots=3, max_length=40, steps=4, temperature=0.0, tokenizer=tokenizer)
 params = engine.load_params(params)
 texts = ["Compute 1+2", "Solve 2x=4", "GCD of 12, 18", "7", "Compute 9-3-1", "abc é", "GCD of 4, 6"]
 limits = [24, 24, 5, 24, 24, 1, 24]

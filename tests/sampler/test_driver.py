@@ -363,7 +363,7 @@ def test_no_compilation_over_twenty_updates_after_warm_up(model, engine_of, driv
     engine = engine_of(slots=2, steps=2)
     counter = CompileCounter()
     driver = driver_of(engine)
-    trainer = build_mesh((1, 2, 1), jax.devices()[4:6])
+    trainer = build_mesh(jax.devices()[4:6], fsdp=2)
     pusher = WeightPusher(trainer, engine.mesh, param_specs(model))
     params = jax.device_put(host_params(0), named_shardings(trainer, param_specs(model), host_params(0)))
     updates = [pusher.push(params, v) for v in range(1, 22)]
@@ -400,7 +400,7 @@ def test_parameters_of_another_kind_are_refused(engine_of, driver_of, host_param
         ("one device", jax.device_put(good, jax.devices()[0]), "must lie on the sampler's mesh"),
         (
             "another mesh",
-            jax.device_put(host_params(1), jax.tree.map(lambda s: s.update(mesh=build_mesh((1, 1, 2), jax.devices()[2:4])), engine.param_shardings)),
+            jax.device_put(host_params(1), jax.tree.map(lambda s: s.update(mesh=build_mesh(jax.devices()[2:4], tensor=2)), engine.param_shardings)),
             "must lie",
         ),
         ("shape", good | {"embedding": good["embedding"][:-1]}, "'embedding' must be"),

@@ -1,6 +1,7 @@
 """A small policy and batches whose behaviour log-probs are chosen by the test."""
 
 import dataclasses
+import math
 
 import jax
 import numpy as np
@@ -57,7 +58,7 @@ def config():
 
 @pytest.fixture(scope="session")
 def mesh_of():
-    return lambda data=1, fsdp=1, tensor=1: build_mesh((data, fsdp, tensor), jax.devices()[: data * fsdp * tensor])
+    return lambda **axes: build_mesh(jax.devices()[: math.prod(axes.values())], **axes)
 
 
 @pytest.fixture(scope="session")
