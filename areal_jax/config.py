@@ -11,6 +11,7 @@ from __future__ import annotations
 import ast
 import difflib
 import importlib.util
+import itertools
 import math
 import os
 import pathlib
@@ -22,6 +23,7 @@ from typing import Any, TypeAlias
 from ml_collections import ConfigDict
 
 from areal_jax.config_fields import FIELDS, Field
+from areal_jax.config_presence import presence_rules
 
 WARMUP_STEPS = 1600
 """Of a new policy, when the configuration does not say."""
@@ -202,26 +204,12 @@ def _rules(c: Config) -> Iterator[tuple[bool, str]]:
         f"'rollout.on_overdue={r.on_overdue}' needs a bound, but 'rollout.max_staleness' is None; set a bound or 'rollout.on_overdue=wait'",
     )
     yield "{question}" not in c.task.prompt_template, f"'task.prompt_template' must hold {{question}}; got '{c.task.prompt_template}'"
-    yield c.task.name == "jsonl" and not c.task.path, "'task.name=jsonl' needs 'task.path', a JSONL file of question and answer rows; got an empty path"
     for key in ("task.eval_path", "task.question_key", "task.answer_key"):
         yield bool(get(c, key)) and not c.task.path, f"'{key}' is about rows of your own, and 'task.path' is empty; got '{get(c, key)}'; set task.path too"
     yield bool(m.path) and bool(c.sft.path), "'model.path' and 'sft.path' both give the weights to start from; set one of them"
     yield (
         a.importance_weight_floor is not None and a.importance_weight_cap is not None and a.importance_weight_floor > a.importance_weight_cap,
         f"'algorithm.importance_weight_floor' must be at most 'algorithm.importance_weight_cap'; got {a.importance_weight_floor} > {a.importance_weight_cap}",
-    )
-    module, colon, function = c.reward.verifier.partition(":")
-    yield (
-        not (module and colon and function) or importlib.util.find_spec(module.partition(".")[0]) is None,
-        f"'reward.verifier' must be package.module:function of something importable; got '{c.reward.verifier}'; install it or put its folder on PYTHONPATH",
-    )
-    for key in ("task.path", "task.eval_path"):
-        path = get(c, key)
-        yield bool(path) and not os.path.isfile(path), f"'{key}' must be a readable file; '{path}' is not there"
-    yield bool(c.sft.path) and not os.path.isdir(c.sft.path), f"'sft.path' must be the warmup directory of another run; '{c.sft.path}' is not there"
-    yield (
-        bool(m.path) and not os.path.isdir(m.path),
-        f"'model.path' must be a directory with config.json, *.safetensors and tokenizer.json; '{m.path}' is not there",
     )
 
 
@@ -237,7 +225,7 @@ def check_devices(config: Config, available: int) -> tuple[int, int, bool]:
     if shared:
         sampler = trainer = 1
     elif not sampler and not trainer:
-        sampler = max(1, available // 2)
+        sampler = min(max(1, int(available * c.sampler_share)), available - 1)
         trainer = available - sampler
     else:
         sampler = sampler or max(0, available - trainer)
@@ -260,7 +248,7 @@ def check_devices(config: Config, available: int) -> tuple[int, int, bool]:
             raise ConfigError(f"'cluster.mesh.{role}': the tensor axis must divide 'model.heads' = {config.model.heads}; got {tensor}")
         shards = count // (context * tensor)
         if role == "trainer":
-            if config.trainer.micro_batch_rows % shards:
+            if (config.trainer.micro_batch_rows or shards) % shards:
                 raise ConfigError(
                     f"'trainer.micro_batch_rows' must be a multiple of the trainer's {shards} data-parallel shards; got {config.trainer.micro_batch_rows}"
                 )
@@ -274,8 +262,12 @@ def check_devices(config: Config, available: int) -> tuple[int, int, bool]:
     return sampler, trainer, shared
 
 
-def validate(config: Config) -> Config:
+def validate(config: Config, *, planned: bool = False) -> Config:
     """Checks every key and every rule; returns the configuration with its types settled.
+
+    Args:
+      config: changed in place.
+      planned: for a plan, which needs neither checkpoint nor rows nor verifier to be here.
 
     Raises:
       ConfigError: with the rule, the value and the remedy.
@@ -298,18 +290,19 @@ def validate(config: Config) -> Config:
         put(config, "task.name", "jsonl")
     if config.sft.steps is None:
         put(config, "sft.steps", 0 if config.model.path else WARMUP_STEPS)
-    for broken, message in _rules(config):
+    for broken, message in itertools.chain(_rules(config), () if planned else presence_rules(config)):
         if broken:
             raise ConfigError(message)
     return config
 
 
-def load(argv: Sequence[str], flags: Sequence[str] = ()) -> tuple[Config, pathlib.Path, dict[str, str]]:
+def load(argv: Sequence[str], flags: Sequence[str] = (), *, planned: bool = False) -> tuple[Config, pathlib.Path, dict[str, str]]:
     """Reads ``--config=file.py[:variant] --config.section.key=value --workdir=DIR`` and checks it.
 
     Args:
       argv: the arguments after the program's name.
       flags: names of further ``--name=value`` flags of the program.
+      planned: as of ``validate``.
 
     Returns:
       The checked configuration, the run's directory and the further flags.
@@ -352,7 +345,7 @@ def load(argv: Sequence[str], flags: Sequence[str] = ()) -> tuple[Config, pathli
         put(config, key, parse_value(key, known[key], text))
     path, _, variant = file.partition(":")
     name = pathlib.Path(path).stem + (f"-{variant}" if variant else "")
-    return validate(config), pathlib.Path(workdir or f"runs/{name}-{time.strftime('%Y%m%d-%H%M%S')}"), further
+    return validate(config, planned=planned), pathlib.Path(workdir or f"runs/{name}-{time.strftime('%Y%m%d-%H%M%S')}"), further
 
 
 def read_file(file: str) -> Config:

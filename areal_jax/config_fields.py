@@ -33,6 +33,7 @@ FIELDS: dict[str, Any] = {
     "seed": F(0, "seed of everything random in the run", minimum=0, maximum=2**32 - 1),
     "model": {
         "path": F("", "directory of a Hugging Face checkpoint; empty: a new policy of the sizes below"),
+        "repository": F("", "Hugging Face repository whose download `path` is to be; named where the directory is not there"),
         "family": F("qwen2", "architecture of a new policy", choices=("qwen2", "qwen3", "llama", "qwen3_moe")),
         "vocab_size": F(0, "vocabulary of a new policy; 0: the tokenizer's", minimum=0),
         "layers": F(3, "decoder blocks", minimum=1),
@@ -120,7 +121,7 @@ FIELDS: dict[str, Any] = {
         "groups_per_step": F(32, "B: groups in a training step", minimum=1),
         "minibatches": F(2, "sequential updates in a step", minimum=1),
         "micro_batch_tokens": F(0, "C: capacity of one packed row (Algorithm 1); 0: 192, or more where the longest sequence needs it", minimum=0),
-        "micro_batch_rows": F(4, "packed rows computed together, over all data-parallel shards", minimum=1),
+        "micro_batch_rows": F(4, "packed rows computed together, over all data-parallel shards; 0: one a shard", minimum=0),
         "remat": F("none", "what the backward pass recomputes: nothing, all but matrix products (dots), whole blocks (full)", choices=("none", "dots", "full")),
         "logprob_chunk": F(1024, "tokens a device whose logits over the vocabulary exist at once", minimum=1),
         "learning_rate": F(3e-4, "learning rate", above=0.0),
@@ -171,8 +172,9 @@ FIELDS: dict[str, Any] = {
     },
     "cluster": {
         "host_devices": F(2, "devices that a CPU host gives itself; no meaning on GPU or TPU", minimum=1),
-        "sampler_devices": F(0, "devices of the sampler; 0: half of them, at least 1", minimum=0),
+        "sampler_devices": F(0, "devices of the sampler; 0: what the trainer leaves, or `sampler_share` of them", minimum=0),
         "trainer_devices": F(0, "devices of the trainer; 0: the rest", minimum=0),
+        "sampler_share": F(0.5, "share of the devices for the sampler, where neither number is given", above=0.0, maximum=0.99),
         "mesh": {
             "trainer": F("", "axes of the trainer's mesh, such as fsdp=2,context=2,tensor=2; data takes what is left"),
             "sampler": F("", "axes of the sampler's mesh, such as tensor=2; data takes what is left"),

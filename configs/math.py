@@ -3,9 +3,15 @@
   python launch/train.py --config=configs/math.py
 
 The default is the embedded job: a new small policy and generated problems, nothing to download. Every key and its
-meaning stands in areal_jax/config_fields.py.
+meaning stands in areal_jax/config_fields.py. The variants are real policies on rows of your own:
 
-Where the defaults are those of the paper (arXiv 2505.24298, Table 3): no critic, no KL, γ = λ = 1, rewards ±5, ε = 0.2, Adam
+  python launch/plan.py --config=configs/math.py:qwen2.5-1.5b --topology=h800:16x8
+  python launch/train.py --config=configs/math.py:qwen2.5-1.5b --config.task.path=problems.jsonl
+
+``qwen2.5-1.5b``, ``-7b``, ``-14b`` and ``-32b`` are the paper's maths runs (areal_jax/paper.py): DeepSeek-R1-Distill-Qwen, 512 × 16 samples in
+4 minibatches, learning rate 2e-5, advantages over the batch, η = 8, 32k tokens of context.
+
+Where the embedded job's settings are those of the paper (arXiv 2505.24298, Table 3): no critic, no KL, γ = λ = 1, rewards ±5, ε = 0.2, Adam
 0.9/0.95 with ε 1e-5 and weight decay 0.05, gradients clipped at 1, temperature 1. Where they differ, and why:
 
 * batch 32 × 8 samples and 2 minibatches, not 512 × 16 and 4: sized for a policy of 0.35M parameters and two cores;
@@ -18,11 +24,24 @@ Where the defaults are those of the paper (arXiv 2505.24298, Table 3): no critic
 * samples of advantage 0 are not computed (same gradient).
 """
 
+from collections.abc import Callable
+
 from areal_jax.config import Config, ConfigError, base_config
+from areal_jax.paper import SIZES, paper_run
+
+
+def paper_variant(size: str) -> Callable[[], Config]:
+    """The paper's maths run on a policy of ``SIZES``."""
+    return lambda: paper_run(size, max_staleness=8, steps=250)
+
+
+VARIANTS: dict[str, Callable[[], Config]] = {
+    "": base_config,
+    **{f"qwen2.5-{size}": paper_variant(size) for size in SIZES},
+}
 
 
 def get_config(variant: str = "") -> Config:
-    config = base_config()
-    if variant:
-        raise ConfigError(f"configs/math.py has no variant '{variant}'; leave it out for the embedded job")
-    return config
+    if variant not in VARIANTS:
+        raise ConfigError(f"configs/math.py has no variant '{variant}'; it has {', '.join(filter(None, VARIANTS))}; leave it out for the embedded job")
+    return VARIANTS[variant]()

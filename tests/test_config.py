@@ -358,4 +358,4 @@ def test_committed_configs_are_valid():
     files = sorted((ROOT / "configs").glob("*.py"))
     assert files
     for file in files:
-        load([f"--config={file}"])
+        load([f"--config={file}"], planned=file.stem != "math")  # only the embedded job has its problems with it

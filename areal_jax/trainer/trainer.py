@@ -52,7 +52,7 @@ class Trainer(StateHolder):
         """
         super().__init__(model, mesh, config.trainer, params, config.model.param_dtype)
         self.config = config
-        self.counts = row_counts(config.trainer.micro_batch_rows, self.placement.shards)
+        self.counts = row_counts(config.trainer.micro_batch_rows or self.placement.shards, self.placement.shards)
         self._compile()
 
     def build(self, batch: TrainingBatch) -> PackedBatch:
