@@ -1,6 +1,7 @@
 """The mixture of experts: against plain numpy, against transformers, and on several devices."""
 
 import functools
+import math
 import re
 
 import jax
@@ -93,8 +94,9 @@ def test_gradients_are_the_slopes_of_the_numpy_mixture():
 
 
 @functools.cache
-def on_mesh(shape):
-    return build_mesh(shape, jax.devices()[: int(np.prod(shape))])
+def on_mesh(data, fsdp, tensor, context=1):
+    sizes = {"data": data, "fsdp": fsdp, "context": context, "tensor": tensor}
+    return build_mesh(jax.devices()[: math.prod(sizes.values())], **sizes)
 
 
 def layer(model, block, x, mesh):
@@ -104,10 +106,10 @@ def layer(model, block, x, mesh):
     return bind(model, params).layers["layer_0"].mlp(x, mesh)
 
 
-@pytest.mark.parametrize("mesh", [(2, 2, 2), (1, 2, 4), (8, 1, 1)])
-@pytest.mark.parametrize("shape", [(8, 5), (16,), (3, 5)])
+@pytest.mark.parametrize("mesh", [(2, 2, 2), (1, 2, 4), (8, 1, 1), (1, 2, 2, 2)])
+@pytest.mark.parametrize("shape", [(8, 6), (16,), (3, 5)])
 def test_values_and_gradients_do_not_depend_on_the_mesh(mesh, shape):
-    model, mesh = model_of(), on_mesh(mesh)
+    model, mesh = model_of(), on_mesh(*mesh)
     block, x = block_of(model), tokens_of(*shape)
     weight = np.random.default_rng(3).standard_normal(x.shape).astype(np.float32)
 
@@ -128,7 +130,7 @@ def test_values_and_gradients_do_not_depend_on_the_mesh(mesh, shape):
 
 
 def test_tokens_stay_where_they_are_and_only_kernels_are_gathered():
-    model, mesh = model_of(), on_mesh((2, 2, 2))
+    model, mesh = model_of(), on_mesh(2, 2, 2)
     block, x = block_of(model), tokens_of(8, 50)
     placed = jax.device_put(block, named_shardings(mesh, param_specs(model)["layers"]["layer_0"]["mlp"], block))
     rows = jax.device_put(x, NamedSharding(mesh, token_spec(x.shape, mesh)))
@@ -143,7 +145,7 @@ def test_tokens_stay_where_they_are_and_only_kernels_are_gathered():
 
 
 def test_whole_policy_on_a_mesh_has_the_logits_of_one_device():
-    model, mesh = model_of(layers=2), on_mesh((2, 2, 2))
+    model, mesh = model_of(layers=2), on_mesh(2, 2, 2)
     params = params_of(model)
     tokens = np.random.default_rng(0).integers(0, 29, (4, 12)).astype(np.int32)
     positions, segments = np.broadcast_to(np.arange(12, dtype=np.int32), tokens.shape), np.ones_like(tokens)
@@ -155,9 +157,10 @@ def test_whole_policy_on_a_mesh_has_the_logits_of_one_device():
 
 
 def test_token_spec_leaves_out_what_does_not_divide():
-    mesh = on_mesh((2, 2, 2))
-    assert token_spec((8, 5, HIDDEN), mesh)[0] == ("data", "fsdp")
+    mesh = on_mesh(2, 2, 2)
+    assert token_spec((8, 5, HIDDEN), mesh) == P(("data", "fsdp"), "context")
     assert token_spec((6, HIDDEN), mesh) == P(None)
+    assert token_spec((8, 5, HIDDEN), on_mesh(1, 2, 1, context=2)) == P(("data", "fsdp"), None)
 
 
 @pytest.mark.parametrize("normalise", [True, False])
