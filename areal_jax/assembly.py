@@ -12,20 +12,20 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import jax
+from jax.sharding import Mesh
 
 from areal_jax.cluster.meshes import Meshes, make_meshes, set_host_devices
 from areal_jax.config import Config, ConfigError, put
 from areal_jax.controller.evaluation import Evaluator
 from areal_jax.data.task import Task, load_task, settle_lengths
 from areal_jax.models.architecture import ModelConfig, new_model
-from areal_jax.models.export import load_policy
+from areal_jax.models.checkpoint import check_vocabulary, load_policy
+from areal_jax.models.config_json import read_model
 from areal_jax.models.policy import init_params
-from areal_jax.models.sharding import named_shardings, param_specs
 from areal_jax.models.tokenizer import Tokenizer, embedded_tokenizer, load_tokenizer
 from areal_jax.rewards.service import RewardService
 from areal_jax.sampler.driver import RolloutDriver
 from areal_jax.sampler.engine import SamplerEngine
-from areal_jax.trainer.step import owned
 from areal_jax.types import WeightUpdate
 
 EVALUATION_SEED = 0x5EED
@@ -34,15 +34,37 @@ EVALUATION_SEED = 0x5EED
 
 def load_problems(config: Config) -> tuple[Tokenizer, Task, Config]:
     """Tokenizer, task, and the configuration with the lengths that follow from the task. Touches no device."""
+    model = None
     try:
+        if config.model.path:
+            model = read_model(config.model.path, config.model.dtype)
         tokenizer = load_tokenizer(config.model.path) if config.model.path else embedded_tokenizer()
+        if model is not None:
+            check_vocabulary(config.model.path, model, tokenizer)
     except (OSError, ValueError) as error:
         raise ConfigError(f"'model.path': {error}") from error
     stop_ids(config, tokenizer)
     task = load_task(config, tokenizer)
     settled = config.copy_and_resolve_references()
-    put(settled, "trainer.micro_batch_tokens", settle_lengths(config, task)[1])
+    longest, capacity = settle_lengths(config, task)
+    if model is not None:
+        check_positions(config, model, longest)
+    put(settled, "trainer.micro_batch_tokens", capacity)
     return tokenizer, task, settled
+
+
+def check_positions(config: Config, model: ModelConfig, longest: int) -> None:
+    """Refuses sequences longer than the policy was made for.
+
+    Raises:
+      ConfigError: the longest prompt and 'rollout.max_new_tokens' exceed the policy's 'max_position_embeddings'.
+    """
+    if model.max_positions and longest > model.max_positions:
+        answer = config.rollout.max_new_tokens
+        raise ConfigError(
+            f"the longest prompt of {longest - answer} tokens + 'rollout.max_new_tokens' = {answer} must be at most the {model.max_positions} positions that "
+            f"'{config.model.path}' was made for; got {longest}; lower 'rollout.max_new_tokens' or 'task.max_prompt_tokens'"
+        )
 
 
 def stop_ids(config: Config, tokenizer: Tokenizer) -> tuple[int, ...]:
@@ -62,17 +84,23 @@ def start_devices(config: Config) -> Meshes:
     return make_meshes(config)
 
 
-def make_policy(config: Config, tokenizer: Tokenizer) -> tuple[ModelConfig, Any]:
-    """Architecture and parameters: a checkpoint's, or new ones from the seed."""
+def make_policy(config: Config, tokenizer: Tokenizer, mesh: Mesh | None = None, param_dtype: str | None = None) -> tuple[ModelConfig, Any]:
+    """Architecture and parameters: a checkpoint's, or new ones from the seed.
+
+    Args:
+      config: a validated configuration.
+      tokenizer: the policy's.
+      mesh: a checkpoint is read straight to its shards; None: whole on the first device.
+      param_dtype: of a checkpoint's parameters; None: 'model.param_dtype'.
+
+    Raises:
+      ConfigError: the checkpoint cannot be read.
+    """
     if config.model.path:
         try:
-            model, params = load_policy(config.model.path, dtype=config.model.dtype, param_dtype=config.model.param_dtype)
+            model, params = load_policy(config.model.path, config.model.dtype, param_dtype or config.model.param_dtype, mesh)
         except (OSError, ValueError) as error:
             raise ConfigError(f"'model.path': {error}") from error
-        if tokenizer.vocab_size > model.vocab_size:
-            raise ConfigError(
-                f"'{config.model.path}': the tokenizer has {tokenizer.vocab_size} ids, the policy {model.vocab_size}; take a tokenizer of its own"
-            )
         return dataclasses.replace(model, eos_ids=tokenizer.eos_ids, pad_id=tokenizer.pad_id), params
     model = new_model(config.model, tokenizer.vocab_size, tokenizer.eos_ids, tokenizer.pad_id)
     return model, init_params(model, jax.random.key(config.seed))
@@ -166,7 +194,6 @@ def evaluation_alone(
 
         def evaluate(params: Any, version: int) -> dict[str, Any] | None:
             current[0] = version
-            placed = owned(params, named_shardings(meshes.sampler, param_specs(model), params), config.model.sampler_dtype)
-            return evaluator.evaluate(WeightUpdate(version, placed), config.eval.problems)
+            return evaluator.evaluate(WeightUpdate(version, engine.load_params(params)), config.eval.problems)
 
         yield evaluate

@@ -262,7 +262,7 @@ class Run:
 
     def export(self, directory: pathlib.Path) -> None:
         """Writes the policy in Hugging Face's layout."""
-        export_policy(directory, self.trainer.model, self.trainer.params, self.tokenizer)
+        export_policy(directory, self.trainer.model, self.trainer.params, self.tokenizer, source=self.config.model.path or None)
 
     def close(self) -> None:
         """Ends a running evaluation and the reward processes, and stops counting compilations."""

@@ -29,7 +29,7 @@ def main(argv: list[str]) -> int:
         for line in task.report():
             live.message(line)
         meshes = start_devices(config)
-        model, params = make_policy(config, tokenizer)
+        model, params = make_policy(config, tokenizer, meshes.sampler, config.model.sampler_dtype)
         live.stage("evaluation", 0)
         with evaluation_alone(config, tokenizer, task, model, meshes, metrics.write_eval, lambda: stop.requested) as evaluate:
             row = evaluate(params, 0)

@@ -39,7 +39,7 @@ def main(argv: list[str]) -> int:
             live.message(line)
         meshes = start_devices(config)
         live.message(f"{meshes.describe()}; {len(task.train)} training and {len(task.heldout)} held-out problems; files in {workdir}")
-        model, params = make_policy(config, tokenizer)
+        model, params = make_policy(config, tokenizer, meshes.everyone)
         metrics.rewind(-1)  # evaluations of an earlier try
 
         def show(row: dict[str, Any]) -> None:
@@ -69,7 +69,7 @@ def main(argv: list[str]) -> int:
             if before is None or after is None:
                 live.message(f"{stop.reason}: stopped in an evaluation; the same command with --workdir={workdir} repeats it")
                 return stop.exit_code
-        export_policy(workdir / "policy", model, params, tokenizer)
+        export_policy(workdir / "policy", model, params, tokenizer, source=config.model.path or None)
         live.summary(
             {
                 "held-out accuracy before": f"{before['eval/accuracy']:.3f} ± {before['eval/confidence95']:.3f} ({before['eval/n']} problems)",

@@ -33,7 +33,7 @@ def main(argv: list[str]) -> int:
             live.message(line)
         meshes = start_devices(config)
         live.message(f"{meshes.describe()}; {len(task.train)} training and {len(task.heldout)} held-out problems; files in {workdir}")
-        model, params = make_policy(config, tokenizer)
+        model, params = make_policy(config, tokenizer, meshes.everyone if config.sft.steps or config.sft.path else meshes.trainer)
         files = Files(workdir, config)
         try:
             live.stage("warm-up", config.sft.steps)

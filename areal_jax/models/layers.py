@@ -12,9 +12,10 @@ from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from flax import nnx
 
-from areal_jax.models.architecture import ModelConfig
+from areal_jax.models.architecture import ModelConfig, RopeScaling
 
 Attend = Callable[[int, jax.Array, jax.Array, jax.Array], jax.Array]
 """(layer, query [..., heads, head_dim], key [..., kv_heads, head_dim], value [..., kv_heads, head_dim]) → [..., heads, head_dim]"""
@@ -52,9 +53,23 @@ class RMSNorm(nnx.Module):
         return (y * self.scale[...].astype(jnp.float32)).astype(x.dtype)
 
 
-def rotary_tables(positions: jax.Array, head_dim: int, theta: float) -> tuple[jax.Array, jax.Array]:
-    """cos and sin, each float32 [..., 1, head_dim], of integer positions [...] (arXiv 2104.09864, halves layout)."""
-    frequency = theta ** (-jnp.arange(0, head_dim, 2, dtype=jnp.float32) / head_dim)
+def rotary_frequencies(head_dim: int, theta: float, scaling: RopeScaling | None) -> np.ndarray:
+    """Angle a position, float32 [head_dim / 2], of every rotary pair (arXiv 2104.09864).
+
+    With ``scaling`` waves longer than ``original_max_positions / low_freq_factor`` are stretched by ``factor``, those shorter than
+    ``original_max_positions / high_freq_factor`` stay, and those in between are mixed by their number of turns (Llama 3.1's "llama3").
+    """
+    frequency = theta ** (-np.arange(0, head_dim, 2, dtype=np.float64) / head_dim)
+    if scaling is not None:
+        turns = scaling.original_max_positions * frequency / (2 * np.pi)
+        kept = np.clip((turns - scaling.low_freq_factor) / (scaling.high_freq_factor - scaling.low_freq_factor), 0.0, 1.0)
+        frequency = frequency * (kept + (1 - kept) / scaling.factor)
+    return frequency.astype(np.float32)
+
+
+def rotary_tables(positions: jax.Array, head_dim: int, theta: float, scaling: RopeScaling | None = None) -> tuple[jax.Array, jax.Array]:
+    """cos and sin, each float32 [..., 1, head_dim], of integer positions [...] (halves layout)."""
+    frequency = jnp.asarray(rotary_frequencies(head_dim, theta, scaling))
     angle = positions[..., None].astype(jnp.float32) * frequency
     angle = jnp.concatenate([angle, angle], -1)[..., None, :]
     return jnp.cos(angle), jnp.sin(angle)

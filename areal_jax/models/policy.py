@@ -38,7 +38,7 @@ class Policy(nnx.Module):
     def hidden(self, tokens: jax.Array, positions: jax.Array, attend: Attend, mesh: Mesh | None = None) -> jax.Array:
         """Final hidden states [..., hidden_size] of tokens and positions [...]; ``mesh``: see ``Block``."""
         x = self.embedding[...][tokens].astype(self.model.dtype)
-        tables = rotary_tables(positions, self.model.head_dim, self.model.rope_theta)
+        tables = rotary_tables(positions, self.model.head_dim, self.model.rope_theta, self.model.rope_scaling)
         for i in range(self.model.layers):
             x = self.layers[f"layer_{i}"](i, x, tables, attend, mesh)
         return self.final_norm(x)

@@ -5,7 +5,7 @@ import json
 import numpy as np
 from launch_programs import check_history, rows, run, saved
 
-from areal_jax.models.export import load_policy
+from areal_jax.models.checkpoint import load_policy
 from areal_jax.models.tokenizer import load_tokenizer
 from areal_jax.telemetry.metrics_table import EVALUATION, TRAINING
 

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 from launch_programs import Started, check_history, rows, run, saved
 
-from areal_jax.models.export import load_policy
+from areal_jax.models.checkpoint import load_policy
 
 SYNCHRONOUS = ("rollout.max_staleness=0", "trainer.steps=10", "eval.every_steps=0")
 KILLED_STEPS = 40

@@ -1,0 +1,89 @@
+"""Checkpoints of ``transformers`` in, and ours out to ``transformers``: the same logits, for every family."""
+
+import jax
+import numpy as np
+import pytest
+
+from areal_jax.models.checkpoint import load_policy
+from areal_jax.models.export import export_policy
+from areal_jax.models.policy import packed_logits
+from areal_jax.models.tokenizer import embedded_tokenizer
+
+torch = pytest.importorskip("torch")
+transformers = pytest.importorskip("transformers")
+
+TOKENIZER = embedded_tokenizer()
+LENGTH = 48
+TOKENS = np.random.default_rng(0).integers(2, TOKENIZER.vocab_size, LENGTH)
+SIZES = {
+    "vocab_size": TOKENIZER.vocab_size,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 256,
+    "eos_token_id": 1,
+    "pad_token_id": 0,
+    "initializer_range": 0.3,
+}
+LLAMA3 = {
+    "rope_type": "llama3",
+    "rope_theta": 1000.0,
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 32,
+}
+MIXTURE = {"num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 16, "head_dim": 12, "decoder_sparse_step": 1}
+POLICIES = {
+    "qwen2": ("Qwen2", {}),
+    "qwen2 tied": ("Qwen2", {"tie_word_embeddings": True, "rope_parameters": {"rope_type": "default", "rope_theta": 500.0}}),
+    "qwen3": ("Qwen3", {"head_dim": 12}),
+    "qwen3 tied": ("Qwen3", {"head_dim": 12, "tie_word_embeddings": True}),
+    "llama": ("Llama", {}),
+    "llama3 rope": ("Llama", {"rope_parameters": LLAMA3}),
+    "llama tied, own head_dim": ("Llama", {"tie_word_embeddings": True, "head_dim": 16, "num_key_value_heads": 4}),
+    "qwen3_moe": ("Qwen3Moe", MIXTURE | {"norm_topk_prob": True}),
+    "qwen3_moe, weights as routed": ("Qwen3Moe", MIXTURE | {"norm_topk_prob": False}),
+}
+forward = jax.jit(packed_logits, static_argnums=0)
+
+
+def theirs_of(name, directory, dtype=None, **save):
+    """A random policy, biases and norms too, saved as ``transformers`` saves."""
+    family, changes = POLICIES[name]
+    torch.manual_seed(3)
+    policy = getattr(transformers, family + "ForCausalLM")(getattr(transformers, family + "Config")(**SIZES | changes))
+    with torch.no_grad():
+        for key, parameter in policy.named_parameters():
+            if parameter.ndim == 1:
+                parameter.copy_((1.0 if "norm" in key else 0.0) + 0.3 * torch.randn(parameter.shape))
+    policy = policy.to(dtype or torch.float32).eval()
+    policy.save_pretrained(directory, **save)
+    TOKENIZER.save(directory)
+    return policy
+
+
+def their_logits(policy):
+    with torch.no_grad():
+        return policy(torch.tensor(TOKENS)[None]).logits[0].float().numpy()
+
+
+def our_logits(model, params):
+    row = TOKENS[None].astype(np.int32)
+    return np.asarray(forward(model, params, row, np.arange(LENGTH, dtype=np.int32)[None], np.ones_like(row)))[0]
+
+
+@pytest.mark.parametrize("name", POLICIES)
+def test_float32_logits_in_and_out(name, tmp_path):
+    theirs = their_logits(theirs_of(name, tmp_path / "theirs"))
+    model, params = load_policy(tmp_path / "theirs", dtype="float32")
+    assert model.max_positions == 256 and (model.rope_scaling is not None) == (name == "llama3 rope")
+    assert np.abs(theirs).max() > 1.0
+    assert np.abs(our_logits(model, params) - theirs).max() <= 1e-4
+    export_policy(tmp_path / "ours", model, params, TOKENIZER, source=tmp_path / "theirs", shard_bytes=20_000)
+    again, report = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "ours", output_loading_info=True)
+    assert not any(report.get(key) for key in ("missing_keys", "unexpected_keys", "mismatched_keys"))
+    np.testing.assert_array_equal(their_logits(again.eval()), theirs)
+    assert load_policy(tmp_path / "ours", dtype="float32")[0] == model
