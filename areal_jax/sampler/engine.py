@@ -89,6 +89,9 @@ class SamplerEngine(jetstream.Engine):
             k: jax.jit(functools.partial(self._generate_body, steps=k), donate_argnums=1, in_shardings=(params, state), out_shardings=(state, copy))
             for k in {1, steps}
         }
+        self._new = jax.jit(
+            lambda length: jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), self.abstract_state(length)), static_argnums=0, out_shardings=state
+        )
         self._enter = jax.jit(self._enter_body, donate_argnums=1, in_shardings=(params, state, copy, copy, copy), out_shardings=state)
         self._rebuild = jax.jit(self._rebuild_body, donate_argnums=1, in_shardings=(params, state, copy, copy), out_shardings=state)
         self._resize = jax.jit(self._resize_body, static_argnums=1, out_shardings=state)
@@ -99,26 +102,37 @@ class SamplerEngine(jetstream.Engine):
     # What the driver calls.
 
     def new_state(self, length: int | None = None) -> DecodeState:
-        """An empty decode state with a cache of ``length`` (the shortest bucket if None)."""
-        length = length or self.buckets[0]
-        m, s = self.model, self._slots
-        key = jnp.zeros((s, m.kv_heads, m.head_dim, length), m.dtype)
-        value = jnp.zeros((s, m.kv_heads, length, m.head_dim), m.dtype)
+        """An empty decode state with a cache of ``length`` (the shortest bucket if None), made where it lies."""
+        return self._new(length or self.buckets[0])
 
-        def zeros() -> jax.Array:
-            return jnp.zeros(s, jnp.int32)
+    def abstract_state(self, length: int) -> DecodeState:
+        """Shapes, types and shardings of a decode state with a cache of ``length``."""
+        m, s = self.model, self._slots
+
+        def array(dtype: Any, *shape: int) -> jax.ShapeDtypeStruct:
+            return jax.ShapeDtypeStruct((s, *shape), dtype)
 
         state = DecodeState(
-            keys=tuple(key.copy() for _ in range(m.layers)),
-            values=tuple(value.copy() for _ in range(m.layers)),
-            tokens=zeros(),
-            positions=zeros(),
-            counts=zeros(),
-            limits=zeros(),
-            live=jnp.zeros(s, bool),
-            request_keys=jnp.zeros((s, 2), jnp.uint32),
+            keys=(array(m.dtype, m.kv_heads, m.head_dim, length),) * m.layers,
+            values=(array(m.dtype, m.kv_heads, length, m.head_dim),) * m.layers,
+            tokens=array(jnp.int32),
+            positions=array(jnp.int32),
+            counts=array(jnp.int32),
+            limits=array(jnp.int32),
+            live=array(jnp.bool_),
+            request_keys=array(jnp.uint32, 2),
         )
-        return jax.device_put(state, self.state_shardings)
+        return jax.tree.map(lambda leaf, sharding: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding), state, self.state_shardings)
+
+    def abstract_params(self) -> Any:
+        """Shapes, types and shardings of the parameters."""
+        return jax.tree.map(
+            lambda leaf, sharding: jax.ShapeDtypeStruct(leaf.shape, self.param_dtype, sharding=sharding), param_shapes(self.model), self.param_shardings
+        )
+
+    def lower_generate(self, length: int) -> jax.stages.Lowered:
+        """The program of ``generate_chunk`` for a cache of ``length``, from shapes alone."""
+        return self._generate_k[self.steps].lower(self.abstract_params(), self.abstract_state(length))
 
     def check_params(self, params: Any) -> None:
         """Refuses parameters that the programs would have to convert, move or be compiled anew for.
