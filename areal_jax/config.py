@@ -204,6 +204,16 @@ def _rules(c: Config) -> Iterator[tuple[bool, str]]:
         f"'rollout.on_overdue={r.on_overdue}' needs a bound, but 'rollout.max_staleness' is None; set a bound or 'rollout.on_overdue=wait'",
     )
     yield "{question}" not in c.task.prompt_template, f"'task.prompt_template' must hold {{question}}; got '{c.task.prompt_template}'"
+    for key, wanted in (
+        ("chat=on", c.task.chat == "on"),
+        ("system_prompt", bool(c.task.system_prompt)),
+        ("enable_thinking", c.task.enable_thinking is not None),
+    ):
+        yield wanted and not m.path, f"'task.{key}' is about a checkpoint's chat template, and 'model.path' is empty; name a checkpoint, or leave the key"
+        yield (
+            wanted and c.task.chat == "off",
+            f"'task.{key}' is about the chat template, which 'task.chat=off' does not use; set 'task.chat=auto', or leave the key",
+        )
     for key in ("task.eval_path", "task.question_key", "task.answer_key"):
         yield bool(get(c, key)) and not c.task.path, f"'{key}' is about rows of your own, and 'task.path' is empty; got '{get(c, key)}'; set task.path too"
     yield bool(m.path) and bool(c.sft.path), "'model.path' and 'sft.path' both give the weights to start from; set one of them"

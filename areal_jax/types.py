@@ -11,10 +11,40 @@ Units: lengths in tokens, times in seconds, versions in trainer steps.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
-from typing import Any
+import datetime
+from collections.abc import Mapping, Sequence
+from typing import Any, Protocol
 
 import numpy as np
+
+
+class Chat(Protocol):
+    """A chat template, as ``models.chat.ChatTemplate``."""
+
+    @property
+    def origin(self) -> str: ...
+
+    @property
+    def variables(self) -> frozenset[str]: ...
+
+    def render(self, turns: Sequence[Mapping[str, Any]], now: datetime.datetime | None = None, **variables: Any) -> str: ...
+
+
+class TextTokenizer(Protocol):
+    """Text to ids and back, as ``models.tokenizer.Tokenizer``."""
+
+    @property
+    def eos_ids(self) -> tuple[int, ...]: ...
+
+    @property
+    def prefix(self) -> tuple[int, ...]: ...
+
+    @property
+    def chat(self) -> Chat | None: ...
+
+    def encode(self, text: str) -> np.ndarray: ...
+
+    def decode(self, ids: Sequence[int] | np.ndarray) -> str: ...
 
 
 @dataclasses.dataclass(frozen=True)

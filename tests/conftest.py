@@ -25,5 +25,10 @@ def oracles() -> pathlib.Path:
 
 
 @pytest.fixture(scope="session")
+def tokenizer_files() -> pathlib.Path:
+    return folder("AREAL_JAX_TOKENIZERS", "tokenizers")
+
+
+@pytest.fixture(scope="session")
 def cases() -> pathlib.Path:
     return folder("AREAL_JAX_CASES", "cases")

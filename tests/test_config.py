@@ -228,6 +228,13 @@ def test_group_of_one_has_no_baseline(name):
         (["algorithm.loss=ppo", "algorithm.importance_weight_cap=5.0"], ("'algorithm.importance_weight_cap'", "5.0", "decoupled_ppo"), ["algorithm.loss=ppo"]),
         (["rollout.max_staleness=None", "rollout.on_overdue=drop"], ("'rollout.on_overdue=drop'", "bound"), ["rollout.max_staleness=None"]),
         (["task.prompt_template=Solve this."], ("'task.prompt_template'", "{question}"), ["task.prompt_template=Solve: {question}"]),
+        (["task.chat=on"], ("'task.chat=on'", "'model.path'"), ["task.chat=on", f"model.path={ROOT}"]),
+        (["task.system_prompt=Be brief."], ("'task.system_prompt'", "'model.path'"), ["task.system_prompt=Be brief.", f"model.path={ROOT}"]),
+        (
+            ["task.enable_thinking=no", "task.chat=off", f"model.path={ROOT}"],
+            ("'task.enable_thinking'", "'task.chat=off'", "'task.chat=auto'"),
+            ["task.enable_thinking=no", "task.chat=auto", f"model.path={ROOT}"],
+        ),
         (["task.name=jsonl"], ("'task.path'",), ["task.name=arithmetic"]),
         (["task.path=absent.jsonl"], ("'task.path'", "absent.jsonl"), [f"task.path={ROOT / 'pyproject.toml'}"]),
         (["model.path=absent"], ("'model.path'", "absent"), [f"model.path={ROOT}"]),

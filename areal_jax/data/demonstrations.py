@@ -15,7 +15,7 @@ import random
 from collections.abc import Mapping, Sequence
 
 from areal_jax.data.arithmetic import KINDS, Kind, calculate, chain, linear, signed_terms, solve, subtractions
-from areal_jax.data.problems import Problem, apply_template
+from areal_jax.data.problems import Problem
 
 ANSWER_MARK = "####"
 STOP_EARLY = 0.8
@@ -88,8 +88,7 @@ def demonstration_corpus(
     count: int,
     seed: int,
     kinds: Mapping[str, Kind] = KINDS,
-    template: str = "{question}",
-) -> list[tuple[str, str]]:
+) -> list[tuple[Problem, str]]:
     """``count`` demonstrations in the warm-up's own mix (``Kind.warmup_weight``).
 
     Args:
@@ -98,10 +97,9 @@ def demonstration_corpus(
       count: number of demonstrations.
       seed: seed of the choices; the same seed gives the same corpus.
       kinds: the mix.
-      template: prompt text that holds "{question}".
 
     Returns:
-      (prompt text, response text) pairs in random order; a response holds no end token.
+      (problem, response text) pairs in random order; a response holds no end token.
 
     Raises:
       ValueError: a kind of the mix has no problem in the pool.
@@ -119,5 +117,5 @@ def demonstration_corpus(
     corpus = []
     for name in chosen:
         problem = rng.choice(by_kind[name])
-        corpus.append((apply_template(template, problem.question), demonstrate(problem, rng.random() < careless_fraction, rng)))
+        corpus.append((problem, demonstrate(problem, rng.random() < careless_fraction, rng)))
     return corpus

@@ -24,6 +24,7 @@ class Problem:
       answer: the reference answer, as text.
       metadata: JSON-able facts that the reward needs (task name, the generator's entry, ...).
       canonical: the problem's identity with the wording removed.
+      turns: of a conversation, what stands before the question: chat turns with 'role' and 'content'.
     """
 
     problem_id: str
@@ -31,6 +32,7 @@ class Problem:
     answer: str
     metadata: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     canonical: str = ""
+    turns: tuple[Mapping[str, Any], ...] = ()
 
 
 def hash_fraction(text: str) -> float:

@@ -18,8 +18,8 @@ from typing import Any
 import grain
 import numpy as np
 
-from areal_jax.data.problems import Problem, apply_template
-from areal_jax.models.tokenizer import Tokenizer
+from areal_jax.data.problems import Problem
+from areal_jax.data.render import Renderer
 from areal_jax.types import Prompt
 
 
@@ -31,20 +31,19 @@ class Overlong:
     length: int
 
 
-def make_prompts(problems: Sequence[Problem], tokenizer: Tokenizer, template: str, max_prompt_tokens: int) -> tuple[list[Prompt], list[Overlong]]:
+def make_prompts(problems: Sequence[Problem], render: Renderer, max_prompt_tokens: int) -> tuple[list[Prompt], list[Overlong]]:
     """Prompts of ``problems`` in their order, and those that are too long.
 
     Args:
       problems: their ids must be unique.
-      tokenizer: makes ``Prompt.tokens``.
-      template: holds "{question}".
+      render: makes text and tokens.
       max_prompt_tokens: longest prompt that is kept, in tokens; 0 keeps all.
 
     Returns:
       (prompts with ``index`` 0, 1, ..., left-out problems).
 
     Raises:
-      ValueError: no problem is left, two have the same id, a prompt is empty, or the template lacks "{question}".
+      ValueError: no problem is left, two have the same id, a prompt is empty, or cannot be rendered.
     """
     prompts: list[Prompt] = []
     overlong: list[Overlong] = []
@@ -53,15 +52,16 @@ def make_prompts(problems: Sequence[Problem], tokenizer: Tokenizer, template: st
         if problem.problem_id in seen:
             raise ValueError(f"problem ids must be unique; '{problem.problem_id}' comes twice; give each row an id of its own")
         seen.add(problem.problem_id)
-        text = apply_template(template, problem.question)
-        tokens = tokenizer.encode(text)
+        rendered = render(problem)
+        tokens = rendered.tokens
         if tokens.size == 0:
             raise ValueError(f"a prompt must have a token; that of '{problem.problem_id}' is empty; give it a question or a longer task.prompt_template")
         if max_prompt_tokens and tokens.size > max_prompt_tokens:
             overlong.append(Overlong(problem.problem_id, int(tokens.size)))
         else:
             tokens.setflags(write=False)
-            prompts.append(Prompt(len(prompts), problem.problem_id, text, tokens, problem.answer, problem.metadata))
+            metadata = {**problem.metadata, "in_thinking": True} if rendered.opens_thinking else problem.metadata
+            prompts.append(Prompt(len(prompts), problem.problem_id, rendered.text, tokens, problem.answer, metadata))
     if not prompts:
         least = f"the shortest has {min(o.length for o in overlong)} tokens, the limit is {max_prompt_tokens}" if overlong else "the data set is empty"
         raise ValueError(f"a prompt set must hold a prompt of at most task.max_prompt_tokens; {least}; raise the limit or choose other rows")
@@ -78,8 +78,8 @@ class PromptDataset:
       fingerprint: of the prompts and the seed; a saved state is refused on others.
     """
 
-    def __init__(self, problems: Sequence[Problem], tokenizer: Tokenizer, template: str = "{question}", max_prompt_tokens: int = 0, seed: int = 0):
-        self.prompts, self.dropped = make_prompts(problems, tokenizer, template, max_prompt_tokens)
+    def __init__(self, problems: Sequence[Problem], render: Renderer, max_prompt_tokens: int = 0, seed: int = 0):
+        self.prompts, self.dropped = make_prompts(problems, render, max_prompt_tokens)
         self.longest = max(int(p.tokens.size) for p in self.prompts)
         digest = hashlib.blake2b(str(seed).encode(), digest_size=16)
         for prompt in self.prompts:

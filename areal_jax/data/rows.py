@@ -4,11 +4,13 @@ Invariants:
 * A line is what stands between two line feeds; other separators of Unicode stay inside the text.
 * Every line becomes one problem or one ``BadRow`` that names the file, the line and the reason; blank lines are neither.
 * A problem's id is made of the file's name and the line, so two prompts never share one.
-* Train and held-out rows are disjoint by the normalised question, in every run and on every machine.
+* Train and held-out rows are disjoint by the normalised question (with what was said before it, system turns apart), in every run and on
+  every machine.
 
-Layouts: a question under question | problem | prompt | input (a text, or chat messages with one user turn) and an answer under
-answer | solution | target | output | reward_model.ground_truth (a text or a number); or ``messages`` of one user and one assistant
-turn. An answer with ``####`` is GSM8K's layout (the answer follows it), an answer with ``\\boxed{}`` is MATH's; in both the worked
+Layouts: a question under question | problem | prompt | input (a text, or chat messages that end with the user's question) and an answer
+under answer | solution | target | output | reward_model.ground_truth (a text or a number); or ``messages`` that end with the assistant's
+answer. Turns before the question are kept as they are.
+An answer with ``####`` is GSM8K's layout (the answer follows it), an answer with ``\\boxed{}`` is MATH's; in both the worked
 solution is kept in the metadata. A text that looks like encoded messages is used as it is: nothing is decoded twice.
 """
 
@@ -28,6 +30,7 @@ from areal_jax.data.problems import Problem, hash_fraction
 
 QUESTION_KEYS = ("question", "problem", "prompt", "input")
 ANSWER_KEYS = ("answer", "solution", "target", "output", "reward_model.ground_truth")
+ROLES = ("system", "user", "assistant")
 MAX_ANSWER_CHARACTERS = 1_000
 
 
@@ -150,26 +153,29 @@ def _problem(file: str, number: int, raw: bytes, question_key: str, answer_key: 
     if not isinstance(row, dict):
         raise _Refused(f"a row must be a JSON object; got {type(row).__name__}")
     messages = row.get("messages")
+    turns: tuple[dict[str, Any], ...] = ()
     if isinstance(messages, list) and not question_key and not any(key in row for key in QUESTION_KEYS):
-        question = _from_messages(messages)
+        turns, question = _conversation(messages, answered=True)
     else:
         key, value = _pick(row, question_key, QUESTION_KEYS, "question")
-        question = _from_messages(value, ("system", "user")) if isinstance(value, list) else value
+        turns, question = _conversation(value) if isinstance(value, list) else ((), value)
         if not isinstance(question, str):
             raise _Refused(f"the question under '{key}' must be a text or chat messages; got {type(value).__name__}")
     if not question.strip():
         raise _Refused("the question is empty")
-    if any("\ud800" <= character <= "\udfff" for character in question):
+    texts = [*(turn["content"] for turn in turns), question]
+    if any("\ud800" <= character <= "\udfff" for text in texts for character in text):
         raise _Refused("the question holds half of a surrogate pair, which is no text")
     if isinstance(messages, list) and not answer_key and not any(_look_up(row, key) is not None for key in ANSWER_KEYS):
-        text = _content([m for m in messages if isinstance(m, dict) and m.get("role") == "assistant"], "assistant")
+        text = _last_answer(messages)
     else:
         text = _answer_text(*_pick(row, answer_key, ANSWER_KEYS, "answer"))
     answer, solution = _split_answer(text)
     metadata = {"task": "rows", "file": file, "line": number}
     if solution or isinstance(row.get("solution"), str):
         metadata["solution"] = solution or row["solution"]
-    return Problem(problem_id=f"{file}:{number}", question=question, answer=answer, metadata=metadata, canonical=normalise(question))
+    asked = "\n\n".join([*(turn["content"] for turn in turns if turn["role"] != "system"), question])
+    return Problem(f"{file}:{number}", question, answer, metadata, normalise(asked), turns)
 
 
 def _look_up(row: Mapping[str, Any], key: str) -> Any:
@@ -227,17 +233,22 @@ def _last_box(text: str) -> str:
     raise _Refused("the answer's last \\boxed{ is never closed")
 
 
-def _from_messages(messages: Sequence[Any], roles: tuple[str, ...] = ("system", "user", "assistant")) -> str:
-    """The question of a chat with one user turn; a system turn stands before it."""
-    turns = [m for m in messages if isinstance(m, dict)]
-    if len(turns) != len(messages) or any(m.get("role") not in roles for m in turns):
-        raise _Refused(f"chat messages must be objects with content and a role of {', '.join(roles)}")
-    system = [m for m in turns if m["role"] == "system"]
-    question = _content([m for m in turns if m["role"] == "user"], "user")
-    return f"{_content(system, 'system')}\n\n{question}" if system else question
+def _last_answer(messages: Sequence[Any]) -> str:
+    last = messages[-1] if messages else None
+    if not isinstance(last, dict) or last.get("role") != "assistant" or not isinstance(last.get("content"), str):
+        raise _Refused("no answer: the last of the chat messages must be an assistant's turn with a text, or name the answer by 'task.answer_key'")
+    return last["content"]
 
 
-def _content(turns: Sequence[Mapping[str, Any]], role: str) -> str:
-    if len(turns) != 1 or not isinstance(turns[0].get("content"), str):
-        raise _Refused(f"chat messages must have exactly one {role} turn with a text; got {len(turns)}")
-    return turns[0]["content"]
+def _conversation(messages: Sequence[Any], answered: bool = False) -> tuple[tuple[dict[str, Any], ...], str]:
+    """(the turns before the question, the question) of chat messages; ``answered``: a last turn of the assistant is the answer's."""
+    if any(not isinstance(m, dict) or m.get("role") not in ROLES or not isinstance(m.get("content"), str) for m in messages):
+        raise _Refused(f"chat messages must be objects with a text as content and a role of {', '.join(ROLES)}")
+    turns = list(messages[:-1] if answered and messages and messages[-1]["role"] == "assistant" else messages)
+    roles = [turn["role"] for turn in turns]
+    talk = roles[1:] if roles[:1] == ["system"] else roles
+    if len(talk) % 2 == 0 or any(role != ("user", "assistant")[i % 2] for i, role in enumerate(talk)):
+        raise _Refused(
+            f"chat messages must be a system turn or none, then user and assistant in turn up to the user's question; got {', '.join(roles) or 'none'}"
+        )
+    return tuple(turns[:-1]), turns[-1]["content"]

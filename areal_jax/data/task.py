@@ -17,11 +17,11 @@ import numpy as np
 from areal_jax.config import ConfigError, parse_mesh
 from areal_jax.data.arithmetic import build_pools
 from areal_jax.data.demonstrations import demonstration_corpus
-from areal_jax.data.problems import Problem, apply_template
+from areal_jax.data.problems import Problem
 from areal_jax.data.prompts import Overlong, PromptDataset, make_prompts
+from areal_jax.data.render import task_renderer
 from areal_jax.data.rows import BadRow, read_rows, split_rows, without
-from areal_jax.models.tokenizer import Tokenizer
-from areal_jax.types import Prompt
+from areal_jax.types import Prompt, TextTokenizer
 
 DEMONSTRATIONS = 60000
 """Size of the procedural warm-up corpus."""
@@ -55,7 +55,7 @@ class Task:
         return lines
 
 
-def load_task(config: Any, tokenizer: Tokenizer) -> Task:
+def load_task(config: Any, tokenizer: TextTokenizer) -> Task:
     """Reads or generates the problems.
 
     Raises:
@@ -64,6 +64,7 @@ def load_task(config: Any, tokenizer: Tokenizer) -> Task:
     section = config.task
     bad: list[BadRow] = []
     try:
+        render = task_renderer(section, tokenizer)
         if section.name == "jsonl":
             train, bad = read_rows(section.path, section.question_key, section.answer_key, section.on_bad_row)
             if section.eval_path:
@@ -76,15 +77,15 @@ def load_task(config: Any, tokenizer: Tokenizer) -> Task:
         else:
             pools = build_pools(section, config.seed)
             train, heldout = pools.train, pools.heldout
-        prompts = PromptDataset(train, tokenizer, section.prompt_template, section.max_prompt_tokens, config.seed)
-        held, overlong = make_prompts(heldout, tokenizer, section.prompt_template, section.max_prompt_tokens)
+        prompts = PromptDataset(train, render, section.max_prompt_tokens, config.seed)
+        held, overlong = make_prompts(heldout, render, section.max_prompt_tokens)
     except (ValueError, OSError) as error:
         raise error if isinstance(error, ConfigError) else ConfigError(str(error)) from error
     longest = max(prompts.longest, max(len(p.tokens) for p in held))
     return Task(train, prompts, held, longest, bad, [*prompts.dropped, *overlong])
 
 
-def demonstrations(config: Any, task: Task, tokenizer: Tokenizer) -> list[tuple[np.ndarray, np.ndarray]]:
+def demonstrations(config: Any, task: Task, tokenizer: TextTokenizer) -> list[tuple[np.ndarray, np.ndarray]]:
     """The warm-up's corpus: (prompt tokens, response tokens with the stop token), each response within ``rollout.max_new_tokens``.
 
     Generated problems are solved by the two teachers; rows are shown with their worked solution, or their bare answer when they have none.
@@ -93,11 +94,13 @@ def demonstrations(config: Any, task: Task, tokenizer: Tokenizer) -> list[tuple[
       ConfigError: no demonstration is short enough.
     """
     if config.task.name == "jsonl":
-        texts = [(apply_template(config.task.prompt_template, p.question), _solution(p)) for p in task.train]
+        corpus = [(problem, _solution(problem)) for problem in task.train]
     else:
-        texts = demonstration_corpus(task.train, config.sft.careless_fraction, DEMONSTRATIONS, config.seed, template=config.task.prompt_template)
+        corpus = demonstration_corpus(task.train, config.sft.careless_fraction, DEMONSTRATIONS, config.seed)
+    render = task_renderer(config.task, tokenizer)
+    prompts = {problem.problem_id: render(problem).tokens for problem in {p.problem_id: p for p, _ in corpus}.values()}
     stop = np.asarray(tokenizer.eos_ids[:1], np.int32)
-    pairs = [(tokenizer.encode(prompt), np.concatenate([tokenizer.encode(response), stop])) for prompt, response in texts]
+    pairs = [(prompts[problem.problem_id], np.concatenate([tokenizer.encode(response), stop])) for problem, response in corpus]
     fitting = [(p, r) for p, r in pairs if len(r) <= config.rollout.max_new_tokens and len(p) <= task.longest_prompt]
     if not fitting:
         shortest = min(len(r) for _, r in pairs)

@@ -4,7 +4,11 @@ Invariants:
 * The embedded tokenizer has a token for each of the 256 bytes, so ``decode(encode(text)) == text`` for every text,
   and text never turns into a special token: a question that spells out "<eos>" stays text.
 * The constant parts of the built-in prompts, and the "####" before an answer, are one token each.
-* A loaded tokenizer is the checkpoint's own, special tokens in a prompt template included.
+* A loaded tokenizer is the checkpoint's own: special tokens in a prompt become their ids, and ``prefix`` holds what its
+  post-processor puts before a text (Llama's beginning token). A chat template writes its own, so nothing is put before its text.
+* ``decode`` takes every id that a policy can sample: ids beyond the vocabulary, which policies have whose embedding is padded
+  (Qwen's 151,936 rows for 151,665 tokens), stand for no text. They are not masked in the sampler, so that sampled and trained
+  distribution are the same; a trained policy gives them no weight.
 """
 
 from __future__ import annotations
@@ -17,7 +21,11 @@ from typing import Any
 import numpy as np
 import tokenizers
 
+from areal_jax.models.chat import ChatTemplate, load_chat, read_json
+
 PAD, EOS = "<pad>", "<eos>"
+SPECIAL_KEYS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
+"""Of tokenizer_config.json; chat templates see those that are set."""
 PHRASES = ("####", "Compute ", "Solve ", "GCD of ", ", ")
 """The constant parts of the built-in task's prompts and solutions, one token each."""
 
@@ -29,12 +37,20 @@ class Tokenizer:
       backend: the wrapped ``tokenizers.Tokenizer``.
       pad_id: id that fills unused positions.
       eos_ids: ids that end a response.
+      prefix: ids that stand before a text that is no rendered chat.
+      chat: the chat template; None without.
+      source: the checkpoint's directory that it was loaded from; None for the embedded one.
     """
 
-    def __init__(self, backend: tokenizers.Tokenizer, pad_id: int, eos_ids: Sequence[int]):
+    def __init__(
+        self, backend: tokenizers.Tokenizer, pad_id: int, eos_ids: Sequence[int], chat: ChatTemplate | None = None, source: pathlib.Path | None = None
+    ):
         self.backend = backend
         self.pad_id = pad_id
         self.eos_ids = tuple(eos_ids)
+        self.prefix = _prefix(backend)
+        self.chat = chat
+        self.source = source
         if not self.eos_ids:
             raise ValueError("a tokenizer must name its end-of-text token; set 'eos_token' in tokenizer_config.json")
 
@@ -102,40 +118,55 @@ def load_tokenizer(directory: str | pathlib.Path) -> Tokenizer:
     """The tokenizer of a Hugging Face checkpoint's directory.
 
     The ids that end a response are those of generation_config.json, else of config.json, together with the
-    tokenizer's own ``eos_token``. Without a ``pad_token`` the first of them pads.
+    tokenizer's own ``eos_token``, which stands first. Without a ``pad_token`` the first of them pads.
 
     Raises:
       FileNotFoundError: ``directory`` holds no tokenizer.json.
-      ValueError: no file names an end-of-text token, or the one named is not in the vocabulary.
+      ValueError: a file is broken, none names an end-of-text token, or the one named is not in the vocabulary.
     """
     path = pathlib.Path(directory)
     file = path / "tokenizer.json"
     if not file.is_file():
         raise FileNotFoundError(f"a checkpoint directory must hold tokenizer.json; '{file}' is not there; save the tokenizer with it")
-    backend = tokenizers.Tokenizer.from_file(str(file))
-    config = _json(path / "tokenizer_config.json")
+    try:
+        backend = tokenizers.Tokenizer.from_file(str(file))
+    except Exception as error:  # the library raises this type and no other
+        raise ValueError(f"'{file}' must be a tokenizer of the tokenizers library; {error}; get the file again, or a newer tokenizers package") from error
+    backend.no_truncation()
+    backend.no_padding()
+    config = read_json(path / "special_tokens_map.json") | read_json(path / "tokenizer_config.json")
+    special = {key: _text(config[key]) for key in SPECIAL_KEYS if config.get(key) is not None}
 
     def named(key: str) -> list[int]:
-        value = config.get(key)
-        text = value["content"] if isinstance(value, dict) else value
-        if text is None:
+        if key not in special:
             return []
-        token = backend.token_to_id(text)
+        token = backend.token_to_id(special[key])
         if token is None:
-            raise ValueError(f"'{key}' of {path / 'tokenizer_config.json'} must be in the vocabulary; {text!r} is not")
+            raise ValueError(f"'{key}' of '{path / 'tokenizer_config.json'}' must be in the vocabulary; {special[key]!r} is not; name one that is")
         return [token]
 
-    eos = _ids(_json(path / "generation_config.json").get("eos_token_id")) or _ids(_json(path / "config.json").get("eos_token_id"))
-    eos = list(dict.fromkeys([*named("eos_token"), *eos]))
+    eos = list(dict.fromkeys([*named("eos_token"), *(_stop_ids(path / "generation_config.json") or _stop_ids(path / "config.json"))]))
     pad = named("pad_token") or eos[:1] or [0]
     if pad == [backend.token_to_id(PAD)] and eos == [backend.token_to_id(EOS)]:
         backend.encode_special_tokens = True
-    return Tokenizer(backend, pad_id=pad[0], eos_ids=eos)
+    return Tokenizer(backend, pad[0], eos, load_chat(path, config, special), path)
 
 
-def _json(file: pathlib.Path) -> dict[str, Any]:
-    return json.loads(file.read_text(encoding="utf-8")) if file.is_file() else {}
+def _prefix(backend: tokenizers.Tokenizer) -> tuple[int, ...]:
+    """What the post-processor puts before a text. (What it puts after one would end a prompt that is to be gone on with.)"""
+    encoded = backend.encode("a")
+    ours = [position for position, added in enumerate(encoded.special_tokens_mask) if not added]
+    return tuple(encoded.ids[: ours[0]]) if ours else ()
 
 
-def _ids(value: int | list[int] | None) -> list[int]:
-    return [] if value is None else list(value) if isinstance(value, list) else [value]
+def _text(token: str | dict[str, Any]) -> str:
+    return token["content"] if isinstance(token, dict) else token
+
+
+def _stop_ids(file: pathlib.Path) -> list[int]:
+    """'eos_token_id' of a configuration: none, one or several."""
+    value = read_json(file).get("eos_token_id")
+    ids = [] if value is None else list(value) if isinstance(value, list) else [value]
+    if any(not isinstance(i, int) or isinstance(i, bool) or i < 0 for i in ids):
+        raise ValueError(f"'eos_token_id' of '{file}' must be an id or a list of ids; got {value!r}; mend the file")
+    return ids

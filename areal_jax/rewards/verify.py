@@ -74,12 +74,10 @@ def final_answer(response: str) -> str | None:
       The first line after the last ``####``; else the content of the last ``\\boxed{}``; else the rest of the line after
       the last "answer is" or "answer:". None where there is none or it is empty. What stands in ``<think>`` is no answer.
     """
-    text = response[-MAX_RESPONSE_CHARACTERS:]
-    _, closed, after = text.rpartition("</think>")
-    if closed:
-        text = after
-    elif "<think>" in text:
+    _, closed, after = response.rpartition("</think>")
+    if not closed and "<think>" in response:
         return None
+    text = (after if closed else response)[-MAX_RESPONSE_CHARACTERS:]
     if MARKER in text:
         lines = text.rpartition(MARKER)[2].strip().splitlines()
         return (lines[0].strip() if lines else "") or None
@@ -152,8 +150,8 @@ def verify(response: str, answer: str, metadata: Mapping[str, Any]) -> dict[str,
     Args:
       response: what the policy generated, without the prompt.
       answer: the reference answer.
-      metadata: facts of the problem. With ``task == "arithmetic"``: ``dataset``, the generator's name in reasoning-gym, and
-        ``entry``, what its scorer needs.
+      metadata: facts of the problem. With ``in_thinking`` the prompt ended in "<think>", so what comes before "</think>" is no answer.
+        With ``task == "arithmetic"``: ``dataset``, the generator's name in reasoning-gym, and ``entry``, what its scorer needs.
 
     Returns:
       ``correct`` (the reward), ``format`` (there is a final answer), ``math_verify`` and, for procedural tasks, ``scorer``
@@ -163,7 +161,7 @@ def verify(response: str, answer: str, metadata: Mapping[str, Any]) -> dict[str,
       UnreadableAnswerError: the reference answer cannot be read.
     """
     procedural = metadata.get("task") == "arithmetic"
-    found = final_answer(response)
+    found = final_answer("<think>" + response if metadata.get("in_thinking") else response)
     # The reference is checked even when there is nothing to compare, so that a broken row is an error and not a zero.
     agrees = equal(found if found is not None else "", answer)
     components = {"correct": float(agrees), "format": float(found is not None), "math_verify": float(agrees)}

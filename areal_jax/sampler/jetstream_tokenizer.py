@@ -1,7 +1,7 @@
 """The policy's tokenizer behind JetStream's tokenizer interface.
 
 Invariants:
-* The ids are those of ``models.tokenizer.Tokenizer``; nothing is put before a text, for its models know no beginning token.
+* The ids are those of ``models.tokenizer.Tokenizer``; a text gets what the tokenizer puts before it, whatever ``is_bos`` says.
 * Generation stops where the engine's own driver stops; the padding token is no stop token, as it is none in the driver.
 """
 
@@ -45,7 +45,7 @@ class JetStreamTokenizer(jetstream.Tokenizer):
           ValueError: the text has more tokens than ``max_prefill_length``.
         """
         options = {key: kwargs[key] for key in ("prefill_lengths", "max_prefill_length", "jax_padding") if key in kwargs}
-        ids = self.tokenizer.encode(s)
+        ids = np.concatenate([np.asarray(self.tokenizer.prefix, np.int32), self.tokenizer.encode(s)])
         longest = options.get("max_prefill_length")
         if longest is not None and len(ids) > longest:
             raise ValueError(f"a prompt must have at most {longest} tokens; got {len(ids)}; shorten it or raise the engine's max_length")
@@ -65,8 +65,8 @@ class JetStreamTokenizer(jetstream.Tokenizer):
 
     @property
     def bos_id(self) -> int:
-        """JetStream puts it before a prompt of token ids; these models have none, so it is the token that ends the text before."""
-        return self.eos_id
+        """JetStream puts it before a prompt of token ids; where the policy has none it is the token that ends the text before."""
+        return self.tokenizer.prefix[0] if self.tokenizer.prefix else self.eos_id
 
     @property
     def stop_tokens(self) -> set[int]:

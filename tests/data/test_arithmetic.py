@@ -185,15 +185,14 @@ def test_subtractions_end_at_the_greatest_common_divisor():
 
 
 def test_corpus_mix_share_and_seed(pools):
-    corpus = demonstration_corpus(pools.train, 0.65, 6000, seed=3, template="Q: {question} A:")
-    assert corpus == demonstration_corpus(pools.train, 0.65, 6000, seed=3, template="Q: {question} A:")
-    assert corpus != demonstration_corpus(pools.train, 0.65, 6000, seed=4, template="Q: {question} A:")
-    assert all(prompt.startswith("Q: ") and prompt.endswith(": A:") for prompt, _ in corpus)
-    share = np.mean([prompt.startswith("Q: Solve") for prompt, _ in corpus])
+    corpus = demonstration_corpus(pools.train, 0.65, 6000, seed=3)
+    assert corpus == demonstration_corpus(pools.train, 0.65, 6000, seed=3)
+    assert corpus != demonstration_corpus(pools.train, 0.65, 6000, seed=4)
+    share = np.mean([problem.question.startswith("Solve") for problem, _ in corpus])
     assert abs(share - KINDS["equation"].warmup_weight) < 0.03
-    right = [read(prompt[3:-3])[0] == int(response.rpartition("#")[2]) for prompt, response in corpus]
+    right = [read(problem.question)[0] == int(response.rpartition("#")[2]) for problem, response in corpus]
     assert 0.35 < np.mean(right) < 0.5
-    assert all(read(p[3:-3])[0] == int(r.rpartition("#")[2]) for p, r in demonstration_corpus(pools.train, 0.0, 500, 0, template="Q: {question} A:"))
+    assert all(read(p.question)[0] == int(r.rpartition("#")[2]) for p, r in demonstration_corpus(pools.train, 0.0, 500, 0))
 
 
 def test_errors_name_the_kind_and_the_key(pools):

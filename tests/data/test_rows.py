@@ -76,7 +76,6 @@ def test_gsm8k(tmp_path):
         ({"input": "p", "output": 0.5}, "p", "0.5"),
         ({"question": "p", "answer": 0}, "p", "0"),
         ({"prompt": [{"role": "user", "content": "1+1?"}], "reward_model": {"ground_truth": "2"}}, "1+1?", "2"),
-        ({"prompt": [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "1+1?"}], "answer": "2"}, "Be brief.\n\n1+1?", "2"),
         ({"messages": [{"role": "user", "content": "1+1?"}, {"role": "assistant", "content": "1+1=2\n#### 2"}]}, "1+1?", "2"),
     ],
 )
@@ -84,6 +83,37 @@ def test_layouts(tmp_path, row, question, answer):
     problems, bad = rows.read_rows(write(tmp_path / "a.jsonl", row))
     assert not bad
     assert (problems[0].question, problems[0].answer) == (question, answer)
+
+
+def turn(role, content, **more):
+    return {"role": role, "content": content, **more}
+
+
+SYSTEM, ASKED = turn("system", "Be brief."), turn("user", "1+1?")
+TOLD = turn("assistant", "It is 2.", reasoning_content="1 and 1")
+
+
+@pytest.mark.parametrize(
+    ("row", "turns", "question", "answer"),
+    [
+        ({"prompt": [SYSTEM, ASKED], "answer": "2"}, (SYSTEM,), "1+1?", "2"),
+        ({"prompt": [ASKED, TOLD, turn("user", "Sure?")], "answer": "yes"}, (ASKED, TOLD), "Sure?", "yes"),
+        ({"messages": [SYSTEM, ASKED, TOLD, turn("user", "Sure?"), turn("assistant", "so\n#### 2")]}, (SYSTEM, ASKED, TOLD), "Sure?", "2"),
+        ({"messages": [SYSTEM, ASKED, TOLD], "answer": "2"}, (SYSTEM,), "1+1?", "2"),
+        ({"messages": [SYSTEM, ASKED], "answer": "2"}, (SYSTEM,), "1+1?", "2"),
+    ],
+)
+def test_turns_of_a_conversation_are_kept(tmp_path, row, turns, question, answer):
+    (problem,), bad = rows.read_rows(write(tmp_path / "a.jsonl", row))
+    assert not bad
+    assert (problem.turns, problem.question, problem.answer) == (turns, question, answer)
+
+
+def test_conversations_are_the_same_by_all_that_was_said_but_the_system_turn(tmp_path):
+    lines = [[ASKED], [SYSTEM, ASKED], [turn("user", "2+2?"), TOLD, ASKED], [turn("user", "3+3?"), TOLD, ASKED]]
+    problems, _ = rows.read_rows(write(tmp_path / "a.jsonl", *({"prompt": line, "answer": "2"} for line in lines)))
+    canonical = [problem.canonical for problem in problems]
+    assert canonical[0] == canonical[1] == rows.normalise("1+1?") and len(set(canonical)) == 3
 
 
 def test_named_keys_win_over_recognised_ones(tmp_path):
@@ -111,8 +141,16 @@ def test_named_keys_win_over_recognised_ones(tmp_path):
         ({"question": "q", "answer": "x" * 2000}, "at most 1000"),
         (b'{"question": "q", "answer": ' + b"9" * 5000 + b"}", "not JSON"),
         (b'{"question": "\\ud800", "answer": "1"}', "surrogate"),
-        ({"prompt": [{"role": "user", "content": "a"}, {"role": "user", "content": "b"}], "answer": "1"}, "exactly one user"),
-        ({"prompt": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}], "answer": "1"}, "a role of system, user"),
+        ({"prompt": [{"role": "user", "content": "a"}, {"role": "user", "content": "b"}], "answer": "1"}, "in turn up to the user's question; got user, user"),
+        ({"prompt": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}], "answer": "1"}, "got user, assistant"),
+        ({"prompt": [{"role": "user", "content": "a"}, {"role": "system", "content": "b"}], "answer": "1"}, "got user, system"),
+        ({"prompt": [{"role": "system", "content": "a"}], "answer": "1"}, "got system"),
+        ({"prompt": [], "answer": "1"}, "got none"),
+        ({"prompt": [{"role": "tool", "content": "a"}], "answer": "1"}, "a role of system, user"),
+        ({"prompt": [{"role": "user", "content": [{"type": "text", "text": "a"}]}], "answer": "1"}, "a text as content"),
+        ({"prompt": [{"role": "user", "content": "\ud800"}], "answer": "1"}, "surrogate"),
+        ({"messages": [{"role": "user", "content": "a"}]}, "an assistant's turn"),
+        ({"messages": []}, "got none"),
         ({"prompt": ["a"], "answer": "1"}, "chat messages"),
     ],
 )

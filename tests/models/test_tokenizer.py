@@ -105,3 +105,72 @@ def test_errors_name_the_file_and_the_token(tmp_path):
     write(tmp_path, "tokenizer_config.json", {})
     with pytest.raises(ValueError, match="end-of-text"):
         load_tokenizer(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "words"),
+    [
+        ("tokenizer.json", "{", r"tokenizer\.json' must be a tokenizer"),
+        ("tokenizer.json", "{}", r"tokenizer\.json' must be a tokenizer"),
+        ("tokenizer_config.json", "{'a': 1}", r"tokenizer_config\.json' must be JSON"),
+        ("tokenizer_config.json", "[]", r"tokenizer_config\.json' must hold a JSON object; got list"),
+        ("generation_config.json", '{"eos_token_id": "</s>"}', r"generation_config\.json' must be an id or a list of ids; got '</s>'"),
+        ("config.json", '{"eos_token_id": [1, null]}', r"config\.json' must be an id or a list of ids"),
+    ],
+)
+def test_garbled_files_are_named_in_one_line(tmp_path, name, content, words):
+    TOKENIZER.save(tmp_path)
+    (tmp_path / name).write_text(content)
+    with pytest.raises(ValueError, match=words) as caught:
+        load_tokenizer(tmp_path)
+    assert "\n" not in str(caught.value)
+
+
+def test_special_tokens_of_the_older_file(tmp_path):
+    TOKENIZER.save(tmp_path)
+    write(tmp_path, "tokenizer_config.json", {})
+    write(tmp_path, "special_tokens_map.json", {"eos_token": {"content": "<eos>"}, "pad_token": "<pad>"})
+    assert (load_tokenizer(tmp_path).eos_ids, load_tokenizer(tmp_path).pad_id) == ((1,), 0)
+
+
+def test_source_is_the_directory(tmp_path):
+    TOKENIZER.save(tmp_path)
+    assert load_tokenizer(str(tmp_path)).source == tmp_path and TOKENIZER.source is None
+
+
+def test_lengths_that_the_file_asks_for_are_not_its_users(tmp_path):
+    TOKENIZER.save(tmp_path)
+    backend = tokenizers.Tokenizer.from_file(str(tmp_path / "tokenizer.json"))
+    backend.enable_truncation(4)
+    backend.enable_padding(length=8)
+    backend.save(str(tmp_path / "tokenizer.json"))
+    assert load_tokenizer(tmp_path).encode("x" * 20).tolist() == TOKENIZER.encode("x" * 20).tolist()
+    assert len(load_tokenizer(tmp_path).encode("x")) == 1
+
+
+@pytest.mark.parametrize(("single", "prefix"), [("<eos> $A", (1,)), ("<pad> <eos> $A <eos>", (0, 1)), ("$A <eos>", ()), ("$A", ())])
+def test_prefix_is_what_the_post_processor_puts_before_a_text(tmp_path, single, prefix):
+    TOKENIZER.save(tmp_path)
+    backend = tokenizers.Tokenizer.from_file(str(tmp_path / "tokenizer.json"))
+    backend.post_processor = tokenizers.processors.TemplateProcessing(single=single, special_tokens=[("<eos>", 1), ("<pad>", 0)])
+    backend.save(str(tmp_path / "tokenizer.json"))
+    loaded = load_tokenizer(tmp_path)
+    assert loaded.prefix == prefix and loaded.encode("7").tolist() == TOKENIZER.encode("7").tolist()
+
+
+@pytest.mark.parametrize("name", ["stories260k", "smollm2", "qwen2.5", "qwen3"])
+def test_prefix_is_what_transformers_puts_before_a_text(tokenizer_files, name):
+    transformers = pytest.importorskip("transformers", reason="transformers is not installed")
+    ours, theirs = load_tokenizer(tokenizer_files / name), transformers.AutoTokenizer.from_pretrained(tokenizer_files / name)
+    assert ours.prefix == ((1,) if name == "stories260k" else ())
+    for text in ("Once upon a time", "7", " é\n"):
+        assert [*ours.prefix, *ours.encode(text).tolist()] == theirs(text)["input_ids"]
+
+
+def test_ids_that_no_token_has_stand_for_no_text(tokenizer_files):
+    """The rows that pad Qwen's embedding: 151,936 against 151,665 tokens."""
+    tokenizer = load_tokenizer(tokenizer_files / "qwen2.5")
+    assert tokenizer.vocab_size == 151_665 and tokenizer.eos_ids == (151_645,) and tokenizer.pad_id == 151_643
+    ids = tokenizer.encode("4 is").tolist()
+    assert tokenizer.decode([151_665, ids[0], 151_935, *ids[1:]]) == "4 is" and tokenizer.decode([151_935]) == ""
+    assert load_tokenizer(tokenizer_files / "qwen3").vocab_size == 151_669

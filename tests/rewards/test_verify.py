@@ -37,6 +37,20 @@ def test_debatable_cases_are_never_paid_where_the_case_says_no(cases):
             assert verify.verify(case["prediction"], case["gold"], ROWS)["correct"] == 0.0, case["id"]
 
 
+@pytest.mark.parametrize(
+    ("response", "correct"),
+    [
+        ("It is 3, or \\boxed{3}?\n</think>\n\n\\boxed{4}", 1.0),
+        ("Clearly \\boxed{4}.\n</think>\n\nI give up.", 0.0),
+        ("Clearly \\boxed{4}, but wait", 0.0),
+        ("a " * 200_000 + "\\boxed{4}", 0.0),
+        ("a " * 200_000 + "</think>\\boxed{4}", 1.0),
+    ],
+)
+def test_a_response_that_begins_in_thinking_answers_behind_it(response, correct):
+    assert verify.verify(response, "4", ROWS | {"in_thinking": True})["correct"] == correct
+
+
 def test_hostile_cases_return_in_time_and_are_never_paid(cases):
     hostile = [case for case in load_cases(cases) if "must" in case]
     assert len(hostile) >= 5
