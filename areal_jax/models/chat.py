@@ -23,6 +23,8 @@ import jinja2.nodes
 import jinja2.parser
 import jinja2.sandbox
 
+from areal_jax.models.files import read_json_if_there
+
 REASONING_KEYS = ("reasoning_content", "thinking", "reasoning")
 """Under any of them a turn may carry its reasoning; templates read the first, or the second."""
 
@@ -101,7 +103,7 @@ def load_chat(path: pathlib.Path, config: Mapping[str, Any], special_tokens: Map
     file, source = path / "tokenizer_config.json", config.get("chat_template")
     legacy = path / "chat_template.json"
     if source is None and legacy.is_file():
-        file, source = legacy, read_json(legacy).get("chat_template")
+        file, source = legacy, read_json_if_there(legacy).get("chat_template")
     if source is None:
         return None
     if isinstance(source, list):
@@ -113,23 +115,6 @@ def load_chat(path: pathlib.Path, config: Mapping[str, Any], special_tokens: Map
     if not isinstance(source, str):
         raise ValueError(f"'chat_template' of '{file}' must be a text or a list of named texts; got {type(source).__name__}; mend the file")
     return ChatTemplate(source, special_tokens, str(file))
-
-
-def read_json(file: pathlib.Path) -> dict[str, Any]:
-    """The object in a JSON file; empty where there is no file.
-
-    Raises:
-      ValueError: the file holds something else.
-    """
-    if not file.is_file():
-        return {}
-    try:
-        value = json.loads(file.read_text(encoding="utf-8"))
-    except ValueError as error:
-        raise ValueError(f"'{file}' must be JSON; {error}; get the file again") from error
-    if not isinstance(value, dict):
-        raise ValueError(f"'{file}' must hold a JSON object; got {type(value).__name__}; get the file again")
-    return value
 
 
 class _Generation(jinja2.ext.Extension):

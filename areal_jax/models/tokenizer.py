@@ -21,7 +21,8 @@ from typing import Any
 import numpy as np
 import tokenizers
 
-from areal_jax.models.chat import ChatTemplate, load_chat, read_json
+from areal_jax.models.chat import ChatTemplate, load_chat
+from areal_jax.models.files import read_json, read_json_if_there
 
 PAD, EOS = "<pad>", "<eos>"
 SPECIAL_KEYS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
@@ -39,18 +40,14 @@ class Tokenizer:
       eos_ids: ids that end a response.
       prefix: ids that stand before a text that is no rendered chat.
       chat: the chat template; None without.
-      source: the checkpoint's directory that it was loaded from; None for the embedded one.
     """
 
-    def __init__(
-        self, backend: tokenizers.Tokenizer, pad_id: int, eos_ids: Sequence[int], chat: ChatTemplate | None = None, source: pathlib.Path | None = None
-    ):
+    def __init__(self, backend: tokenizers.Tokenizer, pad_id: int, eos_ids: Sequence[int], chat: ChatTemplate | None = None):
         self.backend = backend
         self.pad_id = pad_id
         self.eos_ids = tuple(eos_ids)
         self.prefix = _prefix(backend)
         self.chat = chat
-        self.source = source
         if not self.eos_ids:
             raise ValueError("a tokenizer must name its end-of-text token; set 'eos_token' in tokenizer_config.json")
 
@@ -131,10 +128,11 @@ def load_tokenizer(directory: str | pathlib.Path) -> Tokenizer:
     try:
         backend = tokenizers.Tokenizer.from_file(str(file))
     except Exception as error:  # the library raises this type and no other
-        raise ValueError(f"'{file}' must be a tokenizer of the tokenizers library; {error}; get the file again, or a newer tokenizers package") from error
+        read_json(file)  # says it better where the file is no JSON at all
+        raise ValueError(f"'{file}' must be of the tokenizers library; {error}; fetch it again, or take a newer tokenizers package") from error
     backend.no_truncation()
     backend.no_padding()
-    config = read_json(path / "special_tokens_map.json") | read_json(path / "tokenizer_config.json")
+    config = read_json_if_there(path / "special_tokens_map.json") | read_json_if_there(path / "tokenizer_config.json")
     special = {key: _text(config[key]) for key in SPECIAL_KEYS if config.get(key) is not None}
 
     def named(key: str) -> list[int]:
@@ -149,7 +147,7 @@ def load_tokenizer(directory: str | pathlib.Path) -> Tokenizer:
     pad = named("pad_token") or eos[:1] or [0]
     if pad == [backend.token_to_id(PAD)] and eos == [backend.token_to_id(EOS)]:
         backend.encode_special_tokens = True
-    return Tokenizer(backend, pad[0], eos, load_chat(path, config, special), path)
+    return Tokenizer(backend, pad[0], eos, load_chat(path, config, special))
 
 
 def _prefix(backend: tokenizers.Tokenizer) -> tuple[int, ...]:
@@ -165,7 +163,7 @@ def _text(token: str | dict[str, Any]) -> str:
 
 def _stop_ids(file: pathlib.Path) -> list[int]:
     """'eos_token_id' of a configuration: none, one or several."""
-    value = read_json(file).get("eos_token_id")
+    value = read_json_if_there(file).get("eos_token_id")
     ids = [] if value is None else list(value) if isinstance(value, list) else [value]
     if any(not isinstance(i, int) or isinstance(i, bool) or i < 0 for i in ids):
         raise ValueError(f"'eos_token_id' of '{file}' must be an id or a list of ids; got {value!r}; mend the file")

@@ -12,7 +12,7 @@ from areal_jax.data.prompts import PromptDataset
 from areal_jax.data.render import Renderer
 from areal_jax.data.task import demonstrations, load_task
 from areal_jax.models.chat import ChatTemplate
-from areal_jax.models.tokenizer import Tokenizer, embedded_tokenizer
+from areal_jax.models.tokenizer import Tokenizer, embedded_tokenizer, load_tokenizer
 
 PLAIN = embedded_tokenizer()
 CHATML = (
@@ -136,3 +136,14 @@ def test_gsm8k_in_the_chat_of_smollm2(tokenizer_files):
     prompt = task.prompts.prompts[0]
     assert prompt.text.endswith(f"<|im_start|>user\n{task.train[0].question}<|im_end|>\n<|im_start|>assistant\n")
     assert tokenizer.backend.decode(prompt.tokens.tolist(), skip_special_tokens=False) == prompt.text
+
+
+def test_prompts_are_those_that_smollm2_was_asked_with(tokenizer_files):
+    golden = tokenizer_files.parent / "models" / "smollm2_135m_instruct_gguf" / "golden.json"
+    if not golden.is_file():
+        pytest.skip(f"{golden} is not here")
+    render = Renderer(load_tokenizer(tokenizer_files / "smollm2"))
+    cases = json.loads(golden.read_text())["greedy"]
+    for case in cases:
+        assert render(Problem("q", case["question"], "?")).tokens.tolist() == case["prompt_ids"]
+    assert len(cases) >= 2

@@ -110,10 +110,11 @@ def test_errors_name_the_file_and_the_token(tmp_path):
 @pytest.mark.parametrize(
     ("name", "content", "words"),
     [
-        ("tokenizer.json", "{", r"tokenizer\.json' must be a tokenizer"),
-        ("tokenizer.json", "{}", r"tokenizer\.json' must be a tokenizer"),
+        ("tokenizer.json", "{", r"tokenizer\.json' must be JSON"),
+        ("tokenizer.json", "version https://git-lfs.github.com/spec/v1", r"tokenizer\.json' is a Git LFS pointer"),
+        ("tokenizer.json", "{}", r"tokenizer\.json' must be of the tokenizers library"),
         ("tokenizer_config.json", "{'a': 1}", r"tokenizer_config\.json' must be JSON"),
-        ("tokenizer_config.json", "[]", r"tokenizer_config\.json' must hold a JSON object; got list"),
+        ("tokenizer_config.json", "[]", r"tokenizer_config\.json' must be a JSON object; it is a list"),
         ("generation_config.json", '{"eos_token_id": "</s>"}', r"generation_config\.json' must be an id or a list of ids; got '</s>'"),
         ("config.json", '{"eos_token_id": [1, null]}', r"config\.json' must be an id or a list of ids"),
     ],
@@ -131,11 +132,6 @@ def test_special_tokens_of_the_older_file(tmp_path):
     write(tmp_path, "tokenizer_config.json", {})
     write(tmp_path, "special_tokens_map.json", {"eos_token": {"content": "<eos>"}, "pad_token": "<pad>"})
     assert (load_tokenizer(tmp_path).eos_ids, load_tokenizer(tmp_path).pad_id) == ((1,), 0)
-
-
-def test_source_is_the_directory(tmp_path):
-    TOKENIZER.save(tmp_path)
-    assert load_tokenizer(str(tmp_path)).source == tmp_path and TOKENIZER.source is None
 
 
 def test_lengths_that_the_file_asks_for_are_not_its_users(tmp_path):
