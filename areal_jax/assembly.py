@@ -18,15 +18,19 @@ from areal_jax.cluster.meshes import Meshes, make_meshes, set_host_devices
 from areal_jax.config import Config, ConfigError, put
 from areal_jax.controller.evaluation import Evaluator
 from areal_jax.data.task import Task, load_task, settle_lengths
-from areal_jax.models.architecture import ModelConfig, new_model
+from areal_jax.models.adapters import add
+from areal_jax.models.architecture import ModelConfig, lora_of, new_model
 from areal_jax.models.checkpoint import check_vocabulary, load_policy
 from areal_jax.models.config_json import read_model
 from areal_jax.models.policy import init_params
+from areal_jax.models.sharding import param_specs
 from areal_jax.models.tokenizer import Tokenizer, embedded_tokenizer, load_tokenizer
 from areal_jax.rewards.service import RewardService
 from areal_jax.sampler.driver import RolloutDriver
 from areal_jax.sampler.engine import SamplerEngine
 from areal_jax.types import WeightUpdate
+from areal_jax.weights.adapters import AdapterPusher
+from areal_jax.weights.push import WeightPusher
 
 EVALUATION_SEED = 0x5EED
 """Added to the run's seed for held-out sampling."""
@@ -101,9 +105,23 @@ def make_policy(config: Config, tokenizer: Tokenizer, mesh: Mesh | None = None, 
             model, params = load_policy(config.model.path, config.model.dtype, param_dtype or config.model.param_dtype, mesh)
         except (OSError, ValueError) as error:
             raise ConfigError(f"'model.path': {error}") from error
-        return dataclasses.replace(model, eos_ids=tokenizer.eos_ids, pad_id=tokenizer.pad_id), params
+        model = dataclasses.replace(model, eos_ids=tokenizer.eos_ids, pad_id=tokenizer.pad_id)
+        return _adapted(config, model, params) if config.model.lora_rank else (model, params)
     model = new_model(config.model, tokenizer.vocab_size, tokenizer.eos_ids, tokenizer.pad_id)
     return model, init_params(model, jax.random.key(config.seed))
+
+
+def _adapted(config: Config, model: ModelConfig, params: Any) -> tuple[ModelConfig, Any]:
+    """A checkpoint's policy with fresh adapters."""
+    lora = lora_of(config.model)
+    on_experts = [name for name in config.model.lora_targets if name in ("gate", "up", "down")]
+    if model.experts and on_experts:
+        raise ConfigError(
+            f"'model.lora_targets' must not name layers of the experts: '{config.model.path}' is a mixture of experts, whose kernels have no adapters here; "
+            f"got {', '.join(on_experts)}; set --config.model.lora_targets=\"('query','key','value','output')\""
+        )
+    model = dataclasses.replace(model, lora=lora)
+    return model, add(model, params, jax.random.key(config.seed))
 
 
 def make_engine(config: Config, model: ModelConfig, meshes: Meshes, tokenizer: Tokenizer, longest: int, *, temperature: float | None = None) -> SamplerEngine:
@@ -138,6 +156,13 @@ def make_driver(config: Config, engine: SamplerEngine, update: WeightUpdate, **m
     """A sampler over an engine's programs; ``more``: seed and callbacks."""
     r = config.rollout
     return RolloutDriver(engine, update, prefill_groups=r.prefill_groups, group_size=r.group_size, kv_on_update=r.kv_on_update, **more)
+
+
+def make_pusher(config: Config, model: ModelConfig, meshes: Meshes, frozen: Any) -> WeightPusher | AdapterPusher:
+    """The way of what is trained from the trainer's mesh to the sampler's; with adapters ``frozen`` goes it once, here."""
+    if model.lora is None:
+        return WeightPusher(meshes.trainer, meshes.sampler, param_specs(model), config.model.sampler_dtype)
+    return AdapterPusher(meshes.trainer, meshes.sampler, model, frozen, config.model.sampler_dtype)
 
 
 def make_rewards(config: Config, on_result: Callable[[Any], None]) -> RewardService:

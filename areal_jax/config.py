@@ -22,7 +22,7 @@ from typing import Any, TypeAlias
 
 from ml_collections import ConfigDict
 
-from areal_jax.config_fields import FIELDS, Field
+from areal_jax.config_fields import FIELDS, LORA_TARGETS, Field
 from areal_jax.config_presence import presence_rules
 
 WARMUP_STEPS = 1600
@@ -158,6 +158,15 @@ def _rules(c: Config) -> Iterator[tuple[bool, str]]:
     yield (
         m.family == "qwen3_moe" and m.experts_per_token > m.experts,
         f"'model.experts_per_token' must be at most 'model.experts' = {m.experts}; got {m.experts_per_token}",
+    )
+    yield (
+        not m.path and m.lora_rank > 0,
+        f"'model.lora_rank' = {m.lora_rank} adapts a checkpoint, and 'model.path' is empty; set it (launch/sft.py exports a policy), or model.lora_rank=0",
+    )
+    unknown = [name for name in m.lora_targets if name not in LORA_TARGETS]
+    yield (
+        bool(unknown) or not m.lora_targets or len(set(m.lora_targets)) < len(m.lora_targets),
+        f"'model.lora_targets' must be one or more of {', '.join(LORA_TARGETS)}, each once; got {', '.join(map(str, m.lora_targets)) or 'none'}",
     )
     yield m.head_dim % 2 != 0, f"'model.head_dim' must be even (rotary pairs); got {m.head_dim}"
     yield (

@@ -29,6 +29,8 @@ class Field:
 
 F = Field
 
+LORA_TARGETS = ("query", "key", "value", "output", "gate", "up", "down")
+
 FIELDS: dict[str, Any] = {
     "seed": F(0, "seed of everything random in the run", minimum=0, maximum=2**32 - 1),
     "model": {
@@ -49,16 +51,18 @@ FIELDS: dict[str, Any] = {
         "norm_epsilon": F(1e-6, "epsilon of RMSNorm", above=0.0),
         "tie_embeddings": F(False, "share the embedding and the LM head"),
         "dtype": F("float32", "compute type", choices=("float32", "bfloat16")),
-        "param_dtype": F("float32", "type of the trainer's parameters", choices=("float32", "bfloat16")),
+        "param_dtype": F(
+            "float32", "type of the trainer's parameters; with adapters of the frozen ones, adapters are float32", choices=("float32", "bfloat16")
+        ),
         "attention": F(
             "auto",
             "attention over packed rows: auto takes the backend's kernel, else plain for short rows and blockwise (memory linear in length) for long ones",
             choices=("auto", "plain", "blockwise", "kernel"),
         ),
         "scan_layers": F(None, "run the blocks as one scanned block in training: compiles once; None: from 8 layers on", kind=bool, optional=True),
-        "lora_rank": F(0, "rank of low-rank adapters; only they are trained and pushed; 0: the whole policy is", minimum=0),
+        "lora_rank": F(0, "rank of low-rank adapters of the checkpoint; only they are trained and pushed; 0: the whole policy is", minimum=0),
         "lora_alpha": F(16.0, "scale of the adapters: alpha / rank", above=0.0),
-        "lora_targets": F(("query", "key", "value", "output", "gate", "up", "down"), "linear layers that have adapters", kind=tuple),
+        "lora_targets": F(LORA_TARGETS, "linear layers of each block that have adapters", kind=tuple),
         "sampler_dtype": F("float32", "type of the sampler's parameters; the cast is part of the weight push", choices=("float32", "bfloat16")),
     },
     "task": {

@@ -16,7 +16,7 @@ from typing import Any
 
 import psutil
 
-from areal_jax.assembly import evaluation_engine, make_driver, make_engine, make_evaluator, make_rewards
+from areal_jax.assembly import evaluation_engine, make_driver, make_engine, make_evaluator, make_pusher, make_rewards
 from areal_jax.cluster.meshes import Meshes
 from areal_jax.config import Config
 from areal_jax.controller.controller import Controller
@@ -27,7 +27,6 @@ from areal_jax.data.stream import TrajectoryStream
 from areal_jax.data.task import Task, settle_lengths
 from areal_jax.models.architecture import ModelConfig
 from areal_jax.models.export import export_policy
-from areal_jax.models.sharding import param_specs
 from areal_jax.models.tokenizer import Tokenizer
 from areal_jax.telemetry.compiles import CompileCounter
 from areal_jax.telemetry.journal import Journal
@@ -38,7 +37,6 @@ from areal_jax.telemetry.trace import Trace
 from areal_jax.trainer.checkpoint import Checkpointer
 from areal_jax.trainer.trainer import Trainer
 from areal_jax.types import TrainingBatch, WeightUpdate
-from areal_jax.weights.push import WeightPusher
 
 
 class Files:
@@ -106,7 +104,7 @@ class Run:
         longest = settle_lengths(config, task)[0]
         self.trainer = Trainer(config, model, meshes.trainer, params)
         self.resumed = self._restore()
-        self.pusher = WeightPusher(meshes.trainer, meshes.sampler, param_specs(model), config.model.sampler_dtype)
+        self.pusher = make_pusher(config, model, meshes, self.trainer.frozen)
         self.update = self.pusher.push(self.trainer.params, self.trainer.version)
         build = functools.partial(make_engine, config, model, meshes, tokenizer, longest)
         engine = build()
@@ -194,6 +192,7 @@ class Run:
             self.controller = Controller(**constructor)
             return None
         state, meta = files.checkpoints.restore(step, self.trainer.abstract_state())
+        self.trainer.check_base(meta)
         self.trainer.load_state(state)
         files.journal.rewind(meta["journal"])
         files.metrics.rewind(step)
@@ -210,7 +209,7 @@ class Run:
     def _save(self, version: int, snapshot: Mapping[str, Any]) -> None:
         self.files.journal.sync()
         self.files.metrics.sync()
-        self.files.checkpoints.save(version, self.trainer.state, snapshot)
+        self.files.checkpoints.save(version, self.trainer.state, {**snapshot, "base": self.trainer.base})
 
     def _on_result(self, result: Any) -> None:
         (self.evaluator if result.key[0] == EVALUATION else self.rollout).on_result(result)
@@ -262,7 +261,7 @@ class Run:
 
     def export(self, directory: pathlib.Path) -> None:
         """Writes the policy in Hugging Face's layout."""
-        export_policy(directory, self.trainer.model, self.trainer.params, self.tokenizer, source=self.config.model.path or None)
+        export_policy(directory, self.trainer.model, self.trainer.policy, self.tokenizer, source=self.config.model.path or None)
 
     def close(self) -> None:
         """Ends a running evaluation and the reward processes, and stops counting compilations."""

@@ -35,6 +35,10 @@ class Lora:
     alpha: float
     targets: tuple[str, ...]
 
+    @property
+    def scale(self) -> float:
+        return self.alpha / self.rank
+
 
 @dataclasses.dataclass(frozen=True)
 class ModelConfig:
@@ -73,6 +77,10 @@ class ModelConfig:
     expert_mlp_size: int = 0
     normalise_experts: bool = True
     lora: Lora | None = None
+
+    def lora_on(self, name: str) -> Lora | None:
+        """The adapters of the linear layer of this name in each block; None without."""
+        return self.lora if self.lora is not None and name in self.lora.targets else None
 
     @property
     def attention_bias(self) -> bool:

@@ -18,6 +18,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from areal_jax.models.adapters import merge
 from areal_jax.models.architecture import ModelConfig
 from areal_jax.models.checkpoint import INDEX, PARAM_TYPES, SINGLE, leaf_name
 from areal_jax.models.config_json import config_json
@@ -60,7 +61,7 @@ def export_policy(
     Args:
       directory: replaced if it exists.
       model: the architecture.
-      params: its parameters, on any mesh of this process.
+      params: its parameters, on any mesh of this process; adapters are merged into their kernels.
       tokenizer: saved beside them when there is no ``source``.
       source: checkpoint that the policy was loaded from; its tokenizer files and its entries of generation_config.json are kept.
       dtype: stored type, 'float32' or 'bfloat16'; None: the parameters' own.
@@ -76,6 +77,7 @@ def export_policy(
         raise ValueError(
             f"the tokenizer's ids must lie in the model's vocabulary of {model.vocab_size}; it has {tokenizer.vocab_size}; export it with its own tokenizer"
         )
+    model, params = merge(model, params)
     leaves = _checked_leaves(model, params)
     dtype = dtype or str(leaves[0][1].dtype)
     origin = None if source is None else policy_directory(source)

@@ -15,7 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
-from areal_jax.models.architecture import ModelConfig, RopeScaling
+from areal_jax.models.architecture import Lora, ModelConfig, RopeScaling
 
 Attend = Callable[[int, jax.Array, jax.Array, jax.Array], jax.Array]
 """(layer, query [..., heads, head_dim], key [..., kv_heads, head_dim], value [..., kv_heads, head_dim]) → [..., heads, head_dim]"""
@@ -27,16 +27,25 @@ def precision(dtype: jnp.dtype) -> jax.lax.Precision | None:
 
 
 class Linear(nnx.Module):
-    """x @ kernel + bias, computed in ``dtype``."""
+    """x @ kernel + bias, computed in ``dtype``; with adapters + (alpha / rank) · x @ lora_a @ lora_b, whose start is 0 (arXiv 2106.09685)."""
 
-    def __init__(self, size_in: int, size_out: int, *, bias: bool, dtype: str, rngs: nnx.Rngs, scale: float = 1.0):
+    def __init__(self, size_in: int, size_out: int, *, bias: bool, dtype: str, rngs: nnx.Rngs, scale: float = 1.0, lora: Lora | None = None):
         stddev = scale * size_in**-0.5
         self.kernel = nnx.Param(stddev * jax.random.truncated_normal(rngs.params(), -3.0, 3.0, (size_in, size_out), jnp.float32))
         self.bias = nnx.Param(jnp.zeros(size_out)) if bias else None
+        self.lora_a = nnx.Param(size_in**-0.5 * jax.random.normal(rngs.lora(), (size_in, lora.rank), jnp.float32)) if lora else None
+        self.lora_b = nnx.Param(jnp.zeros((lora.rank, size_out))) if lora else None
+        self.lora_scale = lora.scale if lora else 0.0
         self.dtype = jnp.dtype(dtype)
 
     def __call__(self, x: jax.Array) -> jax.Array:
-        y = jnp.matmul(x.astype(self.dtype), self.kernel[...].astype(self.dtype), precision=precision(self.dtype))
+        def times(x: jax.Array, matrix: nnx.Param) -> jax.Array:
+            return jnp.matmul(x, matrix[...].astype(self.dtype), precision=precision(self.dtype))
+
+        x = x.astype(self.dtype)
+        y = times(x, self.kernel)
+        if self.lora_a is not None and self.lora_b is not None:
+            y = y + times(times(x, self.lora_a) * self.lora_scale, self.lora_b)
         return y if self.bias is None else y + self.bias[...].astype(self.dtype)
 
 
@@ -87,11 +96,14 @@ class Attention(nnx.Module):
     """Grouped-query attention's projections (arXiv 2305.13245); what is attended to is the caller's."""
 
     def __init__(self, model: ModelConfig, rngs: nnx.Rngs):
-        bias, dtype = model.attention_bias, model.dtype
-        self.query = Linear(model.hidden_size, model.heads * model.head_dim, bias=bias, dtype=dtype, rngs=rngs)
-        self.key = Linear(model.hidden_size, model.kv_heads * model.head_dim, bias=bias, dtype=dtype, rngs=rngs)
-        self.value = Linear(model.hidden_size, model.kv_heads * model.head_dim, bias=bias, dtype=dtype, rngs=rngs)
-        self.output = Linear(model.heads * model.head_dim, model.hidden_size, bias=False, dtype=dtype, rngs=rngs, scale=(2 * model.layers) ** -0.5)
+        def linear(name: str, size_in: int, size_out: int, *, bias: bool = model.attention_bias, scale: float = 1.0) -> Linear:
+            return Linear(size_in, size_out, bias=bias, dtype=model.dtype, rngs=rngs, scale=scale, lora=model.lora_on(name))
+
+        hidden, queries, keys = model.hidden_size, model.heads * model.head_dim, model.kv_heads * model.head_dim
+        self.query = linear("query", hidden, queries)
+        self.key = linear("key", hidden, keys)
+        self.value = linear("value", hidden, keys)
+        self.output = linear("output", queries, hidden, bias=False, scale=(2 * model.layers) ** -0.5)
         self.query_norm = RMSNorm(model.head_dim, model.norm_epsilon) if model.query_key_norm else None
         self.key_norm = RMSNorm(model.head_dim, model.norm_epsilon) if model.query_key_norm else None
         self.head_dim = model.head_dim
@@ -111,9 +123,12 @@ class SwiGLU(nnx.Module):
     """down(silu(gate(x)) · up(x)) (arXiv 2002.05202)."""
 
     def __init__(self, model: ModelConfig, rngs: nnx.Rngs):
-        self.gate = Linear(model.hidden_size, model.mlp_size, bias=False, dtype=model.dtype, rngs=rngs)
-        self.up = Linear(model.hidden_size, model.mlp_size, bias=False, dtype=model.dtype, rngs=rngs)
-        self.down = Linear(model.mlp_size, model.hidden_size, bias=False, dtype=model.dtype, rngs=rngs, scale=(2 * model.layers) ** -0.5)
+        def linear(name: str, size_in: int, size_out: int, scale: float = 1.0) -> Linear:
+            return Linear(size_in, size_out, bias=False, dtype=model.dtype, rngs=rngs, scale=scale, lora=model.lora_on(name))
+
+        self.gate = linear("gate", model.hidden_size, model.mlp_size)
+        self.up = linear("up", model.hidden_size, model.mlp_size)
+        self.down = linear("down", model.mlp_size, model.hidden_size, (2 * model.layers) ** -0.5)
 
     def __call__(self, x: jax.Array) -> jax.Array:
         return self.down(jax.nn.silu(self.gate(x)) * self.up(x))

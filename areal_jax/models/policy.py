@@ -62,8 +62,11 @@ def param_shapes(model: ModelConfig) -> Params:
 
 
 def init_params(model: ModelConfig, key: jax.Array) -> Params:
-    """New float32 parameters: truncated normal of variance 1/fan-in, output projections scaled by 1/√(2·layers)."""
-    return nnx.to_pure_dict(nnx.state(Policy(model, nnx.Rngs(params=key)), nnx.Param))
+    """New float32 parameters: truncated normal of variance 1/fan-in, output projections scaled by 1/√(2·layers).
+
+    Adapters have a stream of random numbers of their own, so that the rest does not depend on them.
+    """
+    return nnx.to_pure_dict(nnx.state(Policy(model, nnx.Rngs(params=key, lora=jax.random.fold_in(key, 1))), nnx.Param))
 
 
 def bind(model: ModelConfig, params: Params) -> Policy:

@@ -33,6 +33,21 @@ LOGICAL_AXES: dict[str, tuple[str, ...]] = {
     "experts/up/kernel": ("experts", "hidden", "mlp"),
     "experts/down/kernel": ("experts", "mlp", "hidden"),
     "scale": ("norm",),
+    # Adapters, beside the kernels of their layers.
+    "query/lora_a": ("hidden", "rank"),
+    "query/lora_b": ("rank", "heads"),
+    "key/lora_a": ("hidden", "rank"),
+    "key/lora_b": ("rank", "kv_heads"),
+    "value/lora_a": ("hidden", "rank"),
+    "value/lora_b": ("rank", "kv_heads"),
+    "output/lora_a": ("heads", "rank"),
+    "output/lora_b": ("rank", "hidden"),
+    "gate/lora_a": ("hidden", "rank"),
+    "gate/lora_b": ("rank", "mlp"),
+    "up/lora_a": ("hidden", "rank"),
+    "up/lora_b": ("rank", "mlp"),
+    "down/lora_a": ("mlp", "rank"),
+    "down/lora_b": ("rank", "hidden"),
 }
 
 MESH_RULES: dict[str, Any] = {
@@ -43,6 +58,7 @@ MESH_RULES: dict[str, Any] = {
     "hidden": "fsdp",
     "experts": None,
     "norm": None,
+    "rank": None,
     "batch": ("data", "fsdp"),
     "length": "context",
     "slots": ("data", "fsdp"),

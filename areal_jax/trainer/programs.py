@@ -16,6 +16,7 @@ import jax.numpy as jnp
 import optax
 
 from areal_jax.algorithms.losses import POLICY_LOSSES, TokenLoss, masked_sum, settings_of
+from areal_jax.models.adapters import join
 from areal_jax.models.architecture import ModelConfig
 from areal_jax.models.policy import packed_logprobs
 from areal_jax.trainer.packing import MicroBatch
@@ -76,7 +77,7 @@ def token_statistics(loss: TokenLoss, entropy: jax.Array, proximal: jax.Array, m
 
 
 def train_programs(
-    config: Any, model: ModelConfig, here: Placement, optimizer: optax.GradientTransformation, state: TrainState, counts: Sequence[int]
+    config: Any, model: ModelConfig, here: Placement, optimizer: optax.GradientTransformation, state: TrainState, frozen: Any, counts: Sequence[int]
 ) -> dict[Any, jax.stages.Lowered]:
     """The lowered programs of a training step.
 
@@ -86,6 +87,7 @@ def train_programs(
       here: from ``step.place``.
       optimizer: from ``step.make_optimizer``.
       state: of ``jax.ShapeDtypeStruct`` with shardings.
+      frozen: likewise, the parameters that are not trained; {} when all are.
       counts: static row counts of micro-batches.
 
     Returns:
@@ -96,17 +98,17 @@ def train_programs(
     policy_loss = POLICY_LOSSES[config.algorithm.loss]
     scalar = jax.ShapeDtypeStruct((), jnp.float32, sharding=here.scalar)
 
-    def proximal(params: Any, micro: MicroBatch) -> jax.Array:
-        return packed_logprobs(model, params, micro.tokens, micro.positions, micro.segment_ids, micro.targets, temperature)[0]
+    def proximal(params: Any, frozen: Any, micro: MicroBatch) -> jax.Array:
+        return packed_logprobs(model, join(params, frozen), micro.tokens, micro.positions, micro.segment_ids, micro.targets, temperature)[0]
 
-    def loss(params: Any, micro: MicroBatch, centre: jax.Array, fresh: jax.Array, version: jax.Array) -> tuple[jax.Array, dict[str, jax.Array]]:
-        logprobs, entropy = packed_logprobs(model, params, micro.tokens, micro.positions, micro.segment_ids, micro.targets, temperature)
+    def loss(params: Any, frozen: Any, micro: MicroBatch, centre: Any, fresh: Any, version: Any) -> tuple[jax.Array, dict[str, jax.Array]]:
+        logprobs, entropy = packed_logprobs(model, join(params, frozen), micro.tokens, micro.positions, micro.segment_ids, micro.targets, temperature)
         centre = jnp.where(fresh, jax.lax.stop_gradient(logprobs), centre)
         tokens = policy_loss(logprobs, centre, micro.behaviour_logprobs, micro.advantages, micro.loss_mask, micro.segment_ids, loss_settings)
         return masked_sum(tokens.loss, micro.loss_mask), token_statistics(tokens, entropy, centre, micro, version)
 
-    def accumulate(params: Any, gradients: Any, statistics: Any, micro: MicroBatch, centre: Any, fresh: Any, version: Any) -> tuple[Any, Any]:
-        more, seen = jax.grad(loss, has_aux=True)(params, micro, centre, fresh, version)
+    def accumulate(params: Any, frozen: Any, gradients: Any, statistics: Any, micro: MicroBatch, centre: Any, fresh: Any, version: Any) -> tuple[Any, Any]:
+        more, seen = jax.grad(loss, has_aux=True)(params, frozen, micro, centre, fresh, version)
         gradients = jax.tree.map(lambda total, g: total + g.astype(jnp.float32), gradients, more)
         joined = {name: statistics[name] + seen[name] for name in SUMS} | {name: jnp.maximum(statistics[name], seen[name]) for name in MAXIMA}
         return gradients, joined
@@ -134,8 +136,8 @@ def train_programs(
         integers, floats = (jax.ShapeDtypeStruct(shape, dtype, sharding=here.rows) for dtype in (jnp.int32, jnp.float32))
         micro = MicroBatch(integers, integers, integers, integers, floats, floats, integers, floats)
         if config.trainer.minibatches > 1:
-            programs["proximal", rows] = jax.jit(proximal, out_shardings=here.rows).lower(state.params, micro)
-        programs["accumulate", rows] = jax.jit(accumulate, donate_argnums=(1, 2), out_shardings=shardings).lower(
-            state.params, gradients, statistics, micro, floats, flag, version
+            programs["proximal", rows] = jax.jit(proximal, out_shardings=here.rows).lower(state.params, frozen, micro)
+        programs["accumulate", rows] = jax.jit(accumulate, donate_argnums=(2, 3), out_shardings=shardings).lower(
+            state.params, frozen, gradients, statistics, micro, floats, flag, version
         )
     return programs

@@ -4,11 +4,13 @@ Invariants:
 * Parameters lie as ``models.sharding`` says, optimizer moments and gradients like their parameters, counters everywhere.
 * Gradients and moments are float32 whatever the parameters' type.
 * A gradient that is not finite changes nothing but the count of skipped updates.
+* With adapters the state holds them alone, in float32; the frozen rest lies beside it, in a type of its own, and no program changes or donates it.
 """
 
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Mapping
 from typing import Any
 
 import jax
@@ -18,8 +20,11 @@ from flax import struct
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
+from areal_jax.models.adapters import fingerprint, join, split
 from areal_jax.models.architecture import ModelConfig
+from areal_jax.models.policy import param_shapes
 from areal_jax.models.sharding import logical_to_mesh, named_shardings, param_specs
+from areal_jax.trainer.checkpoint import CheckpointError
 
 
 @struct.dataclass
@@ -27,7 +32,7 @@ class TrainState:
     """All that a training step changes.
 
     Attributes:
-      params: nested dict of arrays.
+      params: nested dict of the arrays that are trained.
       opt_state: of ``optimizer``.
       step: int32 [], training steps done; with reinforcement learning the policy version.
       skipped: int32 [], updates left out in a row because their gradient was not finite.
@@ -45,12 +50,14 @@ class Placement:
 
     Attributes:
       state: ``TrainState`` of shardings.
+      frozen: tree of the shardings of the parameters that are not trained; empty without adapters.
       rows: of a micro-batch's arrays [rows, length]: rows over the data-parallel axes, positions over context.
       scalar: replicated.
       shards: number of data-parallel shards.
     """
 
     state: TrainState
+    frozen: Any
     rows: NamedSharding
     scalar: NamedSharding
     shards: int
@@ -78,14 +85,26 @@ def new_state(optimizer: optax.GradientTransformation, params: Any) -> TrainStat
     return TrainState(params=params, opt_state=optimizer.init(float32(params)), step=jnp.zeros((), jnp.int32), skipped=jnp.zeros((), jnp.int32))
 
 
-def place(model: ModelConfig, mesh: Mesh, optimizer: optax.GradientTransformation, params: Any) -> Placement:
-    """The shardings of a state whose parameters have the shapes of ``params``."""
-    shapes = jax.eval_shape(lambda p: new_state(optimizer, p), params)
+def abstract_parts(model: ModelConfig, optimizer: optax.GradientTransformation, param_dtype: str) -> tuple[TrainState, Any]:
+    """(state, frozen parameters) of ``jax.ShapeDtypeStruct``; ``param_dtype`` is the type of the whole policy, or of what is frozen in it."""
+
+    def typed(tree: Any, dtype: str) -> Any:
+        return jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, dtype), tree)
+
+    trained, frozen = split(model, param_shapes(model))
+    state = jax.eval_shape(lambda p: new_state(optimizer, p), typed(trained, "float32" if model.lora else param_dtype))
+    return state, typed(frozen, param_dtype)
+
+
+def place(model: ModelConfig, mesh: Mesh, optimizer: optax.GradientTransformation, param_dtype: str) -> Placement:
+    """The shardings of a trainer's arrays."""
+    state, frozen = abstract_parts(model, optimizer, param_dtype)
+    specs = split(model, param_specs(model))
     scalar = NamedSharding(mesh, P())
-    of_params = named_shardings(mesh, param_specs(model), shapes.params)
-    of_optimizer = optax.tree_map_params(optimizer, lambda _, sharding: sharding, shapes.opt_state, of_params, transform_non_params=lambda _: scalar)
-    state = TrainState(params=of_params, opt_state=of_optimizer, step=scalar, skipped=scalar)
-    return Placement(state, NamedSharding(mesh, logical_to_mesh("batch", "length")), scalar, mesh.shape["data"] * mesh.shape["fsdp"])
+    of_params, of_frozen = named_shardings(mesh, specs[0], state.params), named_shardings(mesh, specs[1], frozen)
+    of_optimizer = optax.tree_map_params(optimizer, lambda _, sharding: sharding, state.opt_state, of_params, transform_non_params=lambda _: scalar)
+    placed = TrainState(params=of_params, opt_state=of_optimizer, step=scalar, skipped=scalar)
+    return Placement(placed, of_frozen, NamedSharding(mesh, logical_to_mesh("batch", "length")), scalar, mesh.shape["data"] * mesh.shape["fsdp"])
 
 
 def owned(params: Any, shardings: Any, dtype: Any) -> Any:
@@ -104,26 +123,52 @@ class StateHolder:
 
     Attributes:
       state: the train state; a step replaces it and reuses its buffers.
+      frozen: the parameters that are not trained; {} without adapters.
+      base: a checksum of what is frozen, to recognise it by; '' when all is trained.
       version: training steps done.
     """
 
     def __init__(self, model: ModelConfig, mesh: Mesh, section: Any, params: Any, param_dtype: str):
-        """Copies ``params`` into a new state; ``section`` is ``trainer`` or ``sft`` of a configuration."""
+        """Copies what is trained of ``params`` into a new state, and puts the rest in place; ``section`` is ``trainer`` or ``sft`` of a configuration."""
         self.model = model
         self.optimizer = make_optimizer(section)
-        self.placement = place(model, mesh, self.optimizer, jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, param_dtype), params))
-        own = owned(params, self.placement.state.params, param_dtype)
+        self.placement = place(model, mesh, self.optimizer, param_dtype)
+        trained, frozen = split(model, params)
+        own = owned(trained, self.placement.state.params, "float32" if model.lora else param_dtype)
         self.state: TrainState = jax.jit(lambda p: new_state(self.optimizer, p), out_shardings=self.placement.state, donate_argnums=0)(own)
+        self.frozen = jax.tree.map(lambda leaf, sharding: jax.device_put(leaf, sharding).astype(param_dtype), frozen, self.placement.frozen)
+        self.base = fingerprint(self.frozen)
         self.version = 0
 
     @property
     def params(self) -> Any:
-        """The parameters, until the next step."""
+        """The parameters that are trained, until the next step."""
         return self.state.params
+
+    @property
+    def policy(self) -> Any:
+        """All parameters, until the next step."""
+        return join(self.state.params, self.frozen)
+
+    def check_base(self, meta: Mapping[str, Any]) -> None:
+        """Refuses the facts of a checkpoint whose adapters were trained on other weights.
+
+        Raises:
+          CheckpointError: the checksums differ.
+        """
+        if meta.get("base", "") != self.base:
+            raise CheckpointError(
+                f"the adapters of a checkpoint must go on from the weights they were trained on (checksum {meta.get('base') or 'none'}); "
+                f"'model.path' holds others ({self.base or 'none'}); put the first ones back, or take another --workdir"
+            )
 
     def abstract_state(self) -> TrainState:
         """Shapes, types and shardings of the state, for a checkpoint to restore into."""
         return abstract(self.state, self.placement.state)
+
+    def abstract_frozen(self) -> Any:
+        """Shapes, types and shardings of what is frozen."""
+        return abstract(self.frozen, self.placement.frozen)
 
     def load_state(self, state: TrainState) -> None:
         """Goes on from a restored state."""

@@ -17,6 +17,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh
 
+from areal_jax.models.adapters import join
 from areal_jax.models.architecture import ModelConfig
 from areal_jax.models.policy import packed_logprobs
 from areal_jax.trainer.packing import MicroBatch, PackedSequence, pack_rows, take_rows
@@ -97,11 +98,11 @@ class SupervisedTrainer(StateHolder):
         self._compile()
 
     def _compile(self) -> None:
-        def train(state: TrainState, batch: MicroBatch, rate: jax.Array) -> tuple[TrainState, dict[str, jax.Array]]:
+        def train(state: TrainState, frozen: Any, batch: MicroBatch, rate: jax.Array) -> tuple[TrainState, dict[str, jax.Array]]:
             tokens = jnp.maximum(batch.loss_mask.sum(), 1.0)
 
             def loss(params: Any) -> jax.Array:
-                logprobs, _ = packed_logprobs(self.model, params, batch.tokens, batch.positions, batch.segment_ids, batch.targets, 1.0)
+                logprobs, _ = packed_logprobs(self.model, join(params, frozen), batch.tokens, batch.positions, batch.segment_ids, batch.targets, 1.0)
                 return -jnp.sum(jnp.where(batch.loss_mask > 0, logprobs, 0.0)) / tokens
 
             value, gradients = jax.value_and_grad(loss)(state.params)
@@ -115,7 +116,7 @@ class SupervisedTrainer(StateHolder):
         scalars = dict.fromkeys(("loss", "grad_norm", "skipped", "tokens"), here.scalar)
         self._train = (
             jax.jit(train, donate_argnums=0, out_shardings=(here.state, scalars))
-            .lower(self.abstract_state(), rows, jax.ShapeDtypeStruct((), jnp.float32, sharding=here.scalar))
+            .lower(self.abstract_state(), self.abstract_frozen(), rows, jax.ShapeDtypeStruct((), jnp.float32, sharding=here.scalar))
             .compile()
         )
 
@@ -129,6 +130,6 @@ class SupervisedTrainer(StateHolder):
         chosen = rows_of_step(self.version, self.corpus.tokens.shape[0], self.section.rows, self.seed)
         batch = jax.device_put(take_rows(self.corpus, chosen, self._rows), self.placement.rows)
         rate = jax.device_put(np.float32(learning_rate(self.section, self.version)), self.placement.scalar)
-        self.state, metrics = self._train(self.state, batch, rate)
+        self.state, metrics = self._train(self.state, self.frozen, batch, rate)
         self.version += 1
         return metrics

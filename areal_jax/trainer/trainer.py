@@ -80,14 +80,16 @@ class Trainer(StateHolder):
         device_rate = jax.device_put(np.float32(rate), self.placement.scalar)
         minibatches = [[jax.device_put(micro, self.placement.rows) for micro in minibatch] for minibatch in packed.minibatches]
         # The first minibatch needs no pass of its own for π_prox: its policy is the proximal one until the first update.
-        proximal = [[self._proximal[m.tokens.shape[0]](self.state.params, m) for m in minibatch] for minibatch in minibatches[1:]]
+        proximal = [[self._proximal[m.tokens.shape[0]](self.state.params, self.frozen, m) for m in minibatch] for minibatch in minibatches[1:]]
         proximal.insert(0, [m.behaviour_logprobs for m in minibatches[0]])
         statistics, norms, applied = self._no_statistics(), [], []
         for index, minibatch in enumerate(minibatches):
             gradients = self._no_gradients()
             fresh = self._true if index == 0 else self._false
             for micro, centre in zip(minibatch, proximal[index], strict=True):
-                gradients, statistics = self._accumulate[micro.tokens.shape[0]](self.state.params, gradients, statistics, micro, centre, fresh, version)
+                gradients, statistics = self._accumulate[micro.tokens.shape[0]](
+                    self.state.params, self.frozen, gradients, statistics, micro, centre, fresh, version
+                )
             tokens = jax.device_put(np.float32(max(1, packed.tokens[index])), self.placement.scalar)
             self.state, norm, finite = self._apply(self.state, gradients, tokens, device_rate, version)
             norms.append(norm)
@@ -118,7 +120,7 @@ class Trainer(StateHolder):
     def _compile(self) -> None:
         here = self.placement
         self._true, self._false = (jax.device_put(np.bool_(value), here.scalar) for value in (True, False))
-        programs = train_programs(self.config, self.model, here, self.optimizer, self.abstract_state(), self.counts)
+        programs = train_programs(self.config, self.model, here, self.optimizer, self.abstract_state(), self.abstract_frozen(), self.counts)
         with concurrent.futures.ThreadPoolExecutor(max_workers=os.cpu_count()) as pool:
             compiled = dict(zip(programs, pool.map(lambda lowered: lowered.compile(), programs.values()), strict=True))
         self._no_gradients, self._no_statistics, self._apply = compiled["gradients"], compiled["statistics"], compiled["apply"]

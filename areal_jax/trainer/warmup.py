@@ -84,14 +84,16 @@ def warm_up(
             trainer = SupervisedTrainer(config.sft, model, mesh, params, packed, config.seed, config.model.param_dtype)
         if latest is not None:
             try:
-                trainer.load_state(checkpoints.restore(latest, trainer.abstract_state())[0])
+                state, meta = checkpoints.restore(latest, trainer.abstract_state())
+                trainer.check_base(meta)
+                trainer.load_state(state)
             except CheckpointError as error:
                 raise ConfigError(str(error)) from error
         if not finished:
             on_resume(latest or 0)
         if isinstance(trainer, SupervisedTrainer):
             _train(config, trainer, checkpoints, on_row, stop_requested)
-        return trainer.params
+        return trainer.policy
     finally:
         checkpoints.close()
 
@@ -125,6 +127,6 @@ def _train(
             pending = []
         stopping = stop_requested()
         if done % every == 0 or done == steps or stopping:
-            checkpoints.save(done, trainer.state, {"step": done, "steps": steps})
+            checkpoints.save(done, trainer.state, {"step": done, "steps": steps, "base": trainer.base})
         if stopping and done < steps:
             raise Interrupted(f"the warm-up was stopped at step {done} of {steps}; the same command goes on from there")

@@ -8,10 +8,13 @@ import pytest
 from jax.sharding import PartitionSpec as P
 
 from areal_jax.cluster.meshes import build_mesh
+from areal_jax.config_fields import LORA_TARGETS
 from areal_jax.models import sharding
-from areal_jax.models.architecture import ModelConfig
+from areal_jax.models.architecture import Lora, ModelConfig
 from areal_jax.models.policy import packed_logits, param_shapes
 from areal_jax.models.sharding import LOGICAL_AXES, logical_to_mesh, named_shardings, param_specs
+
+LORA = Lora(3, 6.0, LORA_TARGETS)
 
 
 def model_of(family, **changes):
@@ -26,9 +29,9 @@ def names(tree):
 
 
 @pytest.mark.parametrize("family", ["qwen2", "qwen3", "llama", "qwen3_moe"])
-@pytest.mark.parametrize("tied", [False, True])
-def test_every_parameter_has_one_line_of_its_rank(family, tied):
-    model = model_of(family, tie_embeddings=tied)
+@pytest.mark.parametrize("changes", [{}, {"tie_embeddings": True}, {"lora": LORA}])
+def test_every_parameter_has_one_line_of_its_rank(family, changes):
+    model = model_of(family, **changes)
     specs, shapes = names(param_specs(model)), names(param_shapes(model))
     assert specs.keys() == shapes.keys()
     for name, shape in shapes.items():
@@ -42,7 +45,7 @@ def test_no_line_of_the_table_is_idle():
     used = {
         suffix
         for family in ("qwen2", "qwen3", "llama", "qwen3_moe")
-        for name in names(param_shapes(model_of(family)))
+        for name in names(param_shapes(model_of(family, lora=LORA)))
         for suffix in LOGICAL_AXES
         if name == suffix or name.endswith("/" + suffix)
     }
