@@ -225,6 +225,11 @@ def _rules(c: Config) -> Iterator[tuple[bool, str]]:
         )
     for key in ("task.eval_path", "task.question_key", "task.answer_key"):
         yield bool(get(c, key)) and not c.task.path, f"'{key}' is about rows of your own, and 'task.path' is empty; got '{get(c, key)}'; set task.path too"
+    yield (
+        c.task.name == "sums" and (c.sft.steps > 0 or bool(c.sft.path)),
+        f"'task.name=sums' has no demonstrations to warm up on, so 'sft.steps' must be 0 and 'sft.path' empty; got {c.sft.steps} and '{c.sft.path}'; "
+        "give a checkpoint as 'model.path'",
+    )
     yield bool(m.path) and bool(c.sft.path), "'model.path' and 'sft.path' both give the weights to start from; set one of them"
     yield (
         a.importance_weight_floor is not None and a.importance_weight_cap is not None and a.importance_weight_floor > a.importance_weight_cap,

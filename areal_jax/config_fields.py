@@ -66,7 +66,11 @@ FIELDS: dict[str, Any] = {
         "sampler_dtype": F("float32", "type of the sampler's parameters; the cast is part of the weight push", choices=("float32", "bfloat16")),
     },
     "task": {
-        "name": F("arithmetic", "the built-in procedural task, or rows of your own file", choices=("arithmetic", "jsonl")),
+        "name": F(
+            "arithmetic",
+            "a built-in procedural task (sums: one-digit sums for few-shot prompts), or rows of your own file",
+            choices=("arithmetic", "sums", "jsonl"),
+        ),
         "path": F("", "JSONL file of training rows (question and answer, GSM8K's layout included); sets name to jsonl"),
         "eval_path": F("", "JSONL file of held-out rows; empty: a part of `path` is held out"),
         "question_key": F("", "key of the question; empty: recognised"),

@@ -3,13 +3,15 @@
   python launch/train.py --config=configs/math.py
 
 The default is the embedded job: a new small policy and generated problems, nothing to download. Every key and its
-meaning stands in areal_jax/config_fields.py. The variants are real policies on rows of your own:
+meaning stands in areal_jax/config_fields.py. The variants are real policies:
 
+  python launch/train.py --config=configs/math.py:smollm2-135m --config.model.path=DIRECTORY
   python launch/plan.py --config=configs/math.py:qwen2.5-1.5b --topology=h800:16x8
   python launch/train.py --config=configs/math.py:qwen2.5-1.5b --config.task.path=problems.jsonl
 
-``qwen2.5-1.5b``, ``-7b``, ``-14b`` and ``-32b`` are the paper's maths runs (areal_jax/paper.py): DeepSeek-R1-Distill-Qwen, 512 × 16 samples in
-4 minibatches, learning rate 2e-5, advantages over the batch, η = 8, 32k tokens of context.
+``smollm2-135m`` trains SmolLM2-135M-Instruct on one-digit sums with a few examples in the prompt, on two CPU cores. ``qwen2.5-1.5b``, ``-7b``, ``-14b`` and
+``-32b`` are the paper's maths runs (areal_jax/paper.py): DeepSeek-R1-Distill-Qwen, 512 × 16 samples in 4 minibatches, learning rate 2e-5, advantages
+over the batch, η = 8, 32k tokens of context.
 
 Where the embedded job's settings are those of the paper (arXiv 2505.24298, Table 3): no critic, no KL, γ = λ = 1, rewards ±5, ε = 0.2, Adam
 0.9/0.95 with ε 1e-5 and weight decay 0.05, gradients clipped at 1, temperature 1. Where they differ, and why:
@@ -29,14 +31,42 @@ from collections.abc import Callable
 from areal_jax.config import Config, ConfigError, base_config
 from areal_jax.paper import SIZES, paper_run
 
+EXAMPLES = "2 + 5 = 7\n4 + 7 = 11\n6 + 6 = 12\n"
+"""None of them is among the held-out problems."""
+
 
 def paper_variant(size: str) -> Callable[[], Config]:
     """The paper's maths run on a policy of ``SIZES``."""
     return lambda: paper_run(size, max_staleness=8, steps=250)
 
 
+def smollm2_135m() -> Config:
+    """A real language model on one-digit sums, examples in the prompt; two CPU cores, under an hour."""
+    config = base_config()
+    config.model.path = "checkpoints/SmolLM2-135M-Instruct"
+    config.model.repository = "HuggingFaceTB/SmolLM2-135M-Instruct"
+    config.task.name = "sums"
+    config.task.chat = "off"
+    config.task.prompt_template = EXAMPLES + "{question} ="
+    config.reward.verifier = "areal_jax.rewards.verify:verify_line"
+    config.rollout.stop = ("\n",)
+    config.rollout.max_new_tokens = 6
+    config.rollout.prefill_buckets = ()
+    config.trainer.steps = 40
+    config.trainer.groups_per_step = 16
+    config.trainer.minibatches = 1
+    config.trainer.learning_rate = 2e-5
+    config.trainer.schedule = "constant"
+    config.trainer.warmup_steps = 2
+    config.eval.problems = config.eval.periodic_problems = 40
+    config.eval.samples = 8
+    config.eval.every_steps = 10
+    return config
+
+
 VARIANTS: dict[str, Callable[[], Config]] = {
     "": base_config,
+    "smollm2-135m": smollm2_135m,
     **{f"qwen2.5-{size}": paper_variant(size) for size in SIZES},
 }
 

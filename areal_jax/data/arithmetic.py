@@ -33,6 +33,7 @@ class Kind:
       holdout_scale: factor on ``task.holdout_fraction``; above 1 where there are few canonical forms.
       steps: fewest and most steps of the careful solution.
       draws: most entries taken from the generator, those with too few or too many steps included.
+      additions: sums without a minus only; the question is the expression alone, as a few-shot prompt needs it, and each order of a held-out form counts.
     """
 
     dataset: str
@@ -42,6 +43,7 @@ class Kind:
     holdout_scale: float = 1.0
     steps: tuple[int, int] = (1, 99)
     draws: int = 12000
+    additions: bool = False
 
 
 KINDS: dict[str, Kind] = {
@@ -59,6 +61,14 @@ KINDS: dict[str, Kind] = {
     "sum_long": Kind("chain_sum", {"min_terms": 8, "max_terms": 12, "min_digits": 1, "max_digits": 1}, 0.07, 0.15),
 }
 """The mix. Weights sum to one."""
+
+SUMS: dict[str, Kind] = {
+    "sum_pair": Kind("chain_sum", {"min_terms": 2, "max_terms": 2, "min_digits": 1, "max_digits": 1}, 1.0, 0.0, holdout_scale=4.0, additions=True),
+}
+"""One-digit sums, for a language model with examples in its prompt. Held-out problems are few: sample each several times."""
+
+MIXES = {"arithmetic": KINDS, "sums": SUMS}
+"""By ``task.name``."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -89,7 +99,7 @@ def build_pools(task: Any, seed: int, kinds: Mapping[str, Kind] = KINDS) -> Pool
     for number, (name, kind) in enumerate(kinds.items()):
         share = min(0.9, task.holdout_fraction * kind.holdout_scale)
         wanted = max(1, round(task.train_problems * kind.weight))
-        train[name], heldout[name] = _distinct(_generate(name, kind, seed * 10**9 + number * 10**7), share, wanted)
+        train[name], heldout[name] = _distinct(_generate(name, kind, seed * 10**9 + number * 10**7), share, wanted, kind.additions)
         for pool, problems in (("training", train[name]), ("held-out", heldout[name])):
             if not problems:
                 raise ValueError(f"each kind must have a {pool} problem; '{name}' has none; change task.holdout_fraction ({task.holdout_fraction})")
@@ -105,13 +115,13 @@ def build_pools(task: Any, seed: int, kinds: Mapping[str, Kind] = KINDS) -> Pool
     )
 
 
-def _distinct(problems: Iterable[Problem], share: float, wanted: int) -> tuple[list[Problem], list[Problem]]:
-    """Distinct questions for training until ``wanted`` are found, distinct forms for the held-out pool."""
+def _distinct(problems: Iterable[Problem], share: float, wanted: int, orders: bool) -> tuple[list[Problem], list[Problem]]:
+    """Distinct questions for training until ``wanted`` are found, distinct forms (``orders``: questions) for the held-out pool."""
     train: dict[str, Problem] = {}
     heldout: dict[str, Problem] = {}
     for problem in problems:
         if hash_fraction(problem.canonical) < share:
-            heldout.setdefault(problem.canonical, problem)
+            heldout.setdefault(problem.question if orders else problem.canonical, problem)
         elif len(train) < wanted:
             train.setdefault(problem.question, problem)
         if len(train) >= wanted and len(heldout) >= wanted * share:
@@ -127,7 +137,10 @@ def _generate(name: str, kind: Kind, seed: int) -> Iterable[Problem]:
         entry = dataset[index]
         facts = {k: v for k, v in entry["metadata"].items() if k != "difficulty"}
         entry = {"question": entry["question"], "answer": entry["answer"], "metadata": facts}
+        if kind.additions and "-" in facts["expression"]:
+            continue
         question, canonical = describe(kind.dataset, facts)
+        question = facts["expression"] if kind.additions else question
         metadata = {"task": "arithmetic", "kind": name, "dataset": kind.dataset, "entry": entry}
         problem = Problem(f"{name}-{index}", question, entry["answer"], metadata, canonical)
         steps = solve(problem)

@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 
 from areal_jax.config import ConfigError, parse_mesh
-from areal_jax.data.arithmetic import build_pools
+from areal_jax.data.arithmetic import MIXES, build_pools
 from areal_jax.data.demonstrations import demonstration_corpus
 from areal_jax.data.problems import Problem
 from areal_jax.data.prompts import Overlong, PromptDataset, make_prompts
@@ -75,7 +75,7 @@ def load_task(config: Any, tokenizer: TextTokenizer) -> Task:
             else:
                 train, heldout = split_rows(train, section.holdout_fraction)
         else:
-            pools = build_pools(section, config.seed)
+            pools = build_pools(section, config.seed, MIXES[section.name])
             train, heldout = pools.train, pools.heldout
         prompts = PromptDataset(train, render, section.max_prompt_tokens, config.seed)
         held, overlong = make_prompts(heldout, render, section.max_prompt_tokens)

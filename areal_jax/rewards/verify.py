@@ -7,8 +7,8 @@ Invariants:
 * A reference answer that cannot be read raises: it never pays.
 * No time limit here: the service kills the process that takes too long.
 
-A verifier of your own has the signature of ``verify`` and is named by ``reward.verifier`` as ``package.module:function``;
-the component ``correct`` is the reward, the others are metrics.
+``verify_line`` takes the whole first line for the answer instead. A verifier of your own has the signature of ``verify`` and is named by
+``reward.verifier`` as ``package.module:function``; the component ``correct`` is the reward, the others are metrics.
 """
 
 from __future__ import annotations
@@ -160,8 +160,19 @@ def verify(response: str, answer: str, metadata: Mapping[str, Any]) -> dict[str,
     Raises:
       UnreadableAnswerError: the reference answer cannot be read.
     """
+    return _check(final_answer("<think>" + response if metadata.get("in_thinking") else response), answer, metadata)
+
+
+def verify_line(response: str, answer: str, metadata: Mapping[str, Any]) -> dict[str, float]:
+    """Checks a response whose first line is the answer and nothing else, as after a few-shot prompt that ends in "=".
+
+    Arguments, result and errors are those of ``verify``.
+    """
+    return _check(response.strip().partition("\n")[0].strip() or None, answer, metadata)
+
+
+def _check(found: str | None, answer: str, metadata: Mapping[str, Any]) -> dict[str, float]:
     procedural = metadata.get("task") == "arithmetic"
-    found = final_answer("<think>" + response if metadata.get("in_thinking") else response)
     # The reference is checked even when there is nothing to compare, so that a broken row is an error and not a zero.
     agrees = equal(found if found is not None else "", answer)
     components = {"correct": float(agrees), "format": float(found is not None), "math_verify": float(agrees)}

@@ -4,14 +4,16 @@ import collections
 import fractions
 import json
 import math
+import pathlib
 import random
 import re
+import runpy
 import types
 
 import numpy as np
 import pytest
 
-from areal_jax.data.arithmetic import KINDS, build_pools, describe, linear, subtractions
+from areal_jax.data.arithmetic import KINDS, SUMS, build_pools, describe, linear, subtractions
 from areal_jax.data.demonstrations import demonstrate, demonstration_corpus
 from areal_jax.data.problems import Problem, apply_template, hash_fraction
 from areal_jax.models.tokenizer import embedded_tokenizer
@@ -204,3 +206,19 @@ def test_errors_name_the_kind_and_the_key(pools):
         apply_template("no place", "?")
     with pytest.raises(ValueError, match="holdout_fraction"):
         build_pools(task(train_problems=50, holdout_fraction=1e-12), 0)
+
+
+def test_the_sums_are_one_digit_additions_whose_held_out_forms_are_never_trained():
+    pools = build_pools(task(train_problems=500), 0, SUMS)
+    pairs = {side: {tuple(map(int, p.question.split(" + "))) for p in pool} for side, pool in (("train", pools.train), ("heldout", pools.heldout))}
+    assert all(0 <= term <= 9 for pool in pairs.values() for pair in pool for term in pair)
+    assert all(sum(map(int, p.question.split(" + "))) == int(p.answer) for p in [*pools.train, *pools.heldout])
+    assert not {tuple(sorted(p)) for p in pairs["train"]} & {tuple(sorted(p)) for p in pairs["heldout"]}
+    assert len(pairs["heldout"]) == len(pools.heldout) > 20 and len(pairs["train"]) > 60
+
+
+def test_no_example_of_the_few_shot_prompt_is_held_out():
+    config = runpy.run_path(str(pathlib.Path(__file__).parents[2] / "configs" / "math.py"))["get_config"]("smollm2-135m")
+    shown = [tuple(sorted(map(int, e))) for e in re.findall(r"(\d) \+ (\d) = \d", config.task.prompt_template)]
+    held = {tuple(sorted(map(int, p.question.split(" + ")))) for p in build_pools(config.task, config.seed, SUMS).heldout}
+    assert len(shown) == 4 and not set(shown) & held
