@@ -82,9 +82,12 @@ class Renderer:
             text = self._plain(problem)
             return Rendered(text, np.concatenate([np.asarray(self._tokenizer.prefix, np.int32), self._tokenizer.encode(text)]))
         turns = [*problem.turns, {"role": "user", "content": apply_template(self._template, problem.question)}]
-        if self._system and turns[0]["role"] != "system":
+        given = bool(self._system) and turns[0]["role"] != "system"
+        if given:
             turns.insert(0, {"role": "system", "content": self._system})
         text = self._chat.render(turns, now=DATE, **self._variables)
+        if given and self._system.strip() not in text:
+            raise ValueError(f"the chat template of '{self._chat.origin}' leaves 'task.system_prompt' out; write it into task.prompt_template instead")
         return Rendered(text, self._tokenizer.encode(text))
 
     def _plain(self, problem: Problem) -> str:

@@ -106,14 +106,16 @@ def load_chat(path: pathlib.Path, config: Mapping[str, Any], special_tokens: Map
         file, source = legacy, read_json_if_there(legacy).get("chat_template")
     if source is None:
         return None
-    if isinstance(source, list):
+    if isinstance(source, list) and all(isinstance(entry, dict) and {"name", "template"} <= entry.keys() for entry in source):
         source = {entry["name"]: entry["template"] for entry in source}
     if isinstance(source, dict):
         if "default" not in source:
             raise ValueError(f"one of the chat templates of '{file}' must be named 'default'; they are {', '.join(sorted(source))}; rename one")
         source = source["default"]
     if not isinstance(source, str):
-        raise ValueError(f"'chat_template' of '{file}' must be a text or a list of named texts; got {type(source).__name__}; mend the file")
+        raise ValueError(
+            f"'chat_template' of '{file}' must be a text, or a list of objects with 'name' and 'template'; got a {type(source).__name__}; mend the file"
+        )
     return ChatTemplate(source, special_tokens, str(file))
 
 

@@ -74,14 +74,17 @@ class Tokenizer:
         Raises:
           ValueError: a text is no token or several, or the token stands for another text (an unknown one).
         """
-        ids = []
-        for text in texts:
-            tokens = self.encode(text).tolist()
-            if len(tokens) != 1 or self.backend.decode(tokens, skip_special_tokens=False) != text:
-                parts = " ".join(repr(self.backend.id_to_token(token)) for token in tokens)
-                raise ValueError(f"each text must be exactly one token of the tokenizer; {text!r} is {len(tokens)}: {parts or 'none'}; take a text that is one")
-            ids.append(tokens[0])
-        return tuple(ids)
+        return tuple(self._single_token(text) for text in texts)
+
+    def _single_token(self, text: str) -> int:
+        """Alone, or after a letter, where tokenizers that put a blank before every text (Llama 2's) show the token that a policy writes."""
+        for before in ("", "a"):
+            head, ids = self.encode(before).tolist(), self.encode(before + text).tolist()
+            if text and ids[:-1] == head and self.backend.decode(ids[-1:], skip_special_tokens=False) == text:
+                return ids[-1]
+        tokens = self.encode(text).tolist()
+        parts = " ".join(repr(self.backend.id_to_token(token)) for token in tokens)
+        raise ValueError(f"each text must be exactly one token of the tokenizer; {text!r} is {len(tokens)}: {parts or 'none'}; take a text that is one")
 
     def save(self, directory: str | pathlib.Path) -> None:
         """Writes tokenizer.json and tokenizer_config.json, as ``transformers.PreTrainedTokenizerFast`` reads them."""
@@ -133,7 +136,7 @@ def load_tokenizer(directory: str | pathlib.Path) -> Tokenizer:
     backend.no_truncation()
     backend.no_padding()
     config = read_json_if_there(path / "special_tokens_map.json") | read_json_if_there(path / "tokenizer_config.json")
-    special = {key: _text(config[key]) for key in SPECIAL_KEYS if config.get(key) is not None}
+    special = {key: _special(path, key, config[key]) for key in SPECIAL_KEYS if config.get(key) is not None}
 
     def named(key: str) -> list[int]:
         if key not in special:
@@ -157,8 +160,12 @@ def _prefix(backend: tokenizers.Tokenizer) -> tuple[int, ...]:
     return tuple(encoded.ids[: ours[0]]) if ours else ()
 
 
-def _text(token: str | dict[str, Any]) -> str:
-    return token["content"] if isinstance(token, dict) else token
+def _special(path: pathlib.Path, key: str, token: Any) -> str:
+    """The text of a special token: as it is, or the 'content' of an object."""
+    text = token.get("content") if isinstance(token, dict) else token
+    if not isinstance(text, str):
+        raise ValueError(f"'{key}' of '{path / 'tokenizer_config.json'}' must be a text or an object with 'content'; got {token!r}; mend the file")
+    return text
 
 
 def _stop_ids(file: pathlib.Path) -> list[int]:

@@ -71,6 +71,7 @@ def test_without_chat_the_template_is_the_text_after_what_the_tokenizer_puts_bef
         (PLAIN, {"system_prompt": "x"}, r"'task\.system_prompt'.*has none"),
         (PLAIN, {"enable_thinking": False}, r"'task\.enable_thinking'.*has none"),
         (tokenizer_of("{{ messages[0].content }}"), {"enable_thinking": False}, r"'task\.enable_thinking'.*chat\.jinja' does not"),
+        (tokenizer_of("{{ messages[-1].content }}"), {"system_prompt": "x"}, r"'chat\.jinja' leaves 'task\.system_prompt' out"),
         (tokenizer_of("{% if %}"), {}, r"'chat\.jinja' is broken in line 1: .*'task\.chat=off'"),
         (tokenizer_of("{{ raise_exception('no\n system') }}"), {}, r"'chat\.jinja' refuses the prompt: no system; .*'task\.chat=off'"),
         (tokenizer_of("{{ messages[5].content.split() }}"), {}, r"'chat\.jinja' refuses the prompt: "),

@@ -118,6 +118,7 @@ def test_where_the_template_is_found(tmp_path):
     [
         ([{"name": "rag", "template": "x"}, {"name": "a", "template": "y"}], "named 'default'; they are a, rag"),
         (3, "must be a text.*int"),
+        ([{"name": "default"}], "must be a text.*list"),
         ({"a": 1}, "'default'"),
     ],
 )

@@ -114,6 +114,7 @@ def test_errors_name_the_file_and_the_token(tmp_path):
         ("tokenizer.json", "version https://git-lfs.github.com/spec/v1", r"tokenizer\.json' is a Git LFS pointer"),
         ("tokenizer.json", "{}", r"tokenizer\.json' must be of the tokenizers library"),
         ("tokenizer_config.json", "{'a': 1}", r"tokenizer_config\.json' must be JSON"),
+        ("tokenizer_config.json", '{"eos_token": {"text": "x"}}', r"'eos_token' of .*tokenizer_config\.json' must be a text or an object with 'content'"),
         ("tokenizer_config.json", "[]", r"tokenizer_config\.json' must be a JSON object; it is a list"),
         ("generation_config.json", '{"eos_token_id": "</s>"}', r"generation_config\.json' must be an id or a list of ids; got '</s>'"),
         ("config.json", '{"eos_token_id": [1, null]}', r"config\.json' must be an id or a list of ids"),
@@ -170,3 +171,13 @@ def test_ids_that_no_token_has_stand_for_no_text(tokenizer_files):
     ids = tokenizer.encode("4 is").tolist()
     assert tokenizer.decode([151_665, ids[0], 151_935, *ids[1:]]) == "4 is" and tokenizer.decode([151_935]) == ""
     assert load_tokenizer(tokenizer_files / "qwen3").vocab_size == 151_669
+
+
+def test_texts_of_one_token_where_every_text_begins_with_a_blank(tokenizer_files):
+    """SentencePiece's tokenizers, such as Llama 2's: alone, "\\n" is a blank and a byte."""
+    tokenizer = load_tokenizer(tokenizer_files / "stories260k")
+    assert len(tokenizer.encode("\n")) == 2 and tokenizer.single_tokens(("\n",)) == (13,)
+    (stop,) = tokenizer.single_tokens((".",))
+    assert tokenizer.encode("One day.").tolist()[-1] == stop
+    with pytest.raises(ValueError, match=r"'day\.' is "):
+        tokenizer.single_tokens(("day.",))
