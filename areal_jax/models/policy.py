@@ -12,7 +12,6 @@ import functools
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 from flax import nnx
 from jax.sharding import Mesh
 
@@ -20,6 +19,7 @@ from areal_jax.models.architecture import ModelConfig
 from areal_jax.models.attention import packed_attention
 from areal_jax.models.block import Block
 from areal_jax.models.layers import Attend, Linear, RMSNorm, rotary_tables
+from areal_jax.models.scores import product
 
 Params = Any
 """Nested dict of arrays."""
@@ -35,20 +35,26 @@ class Policy(nnx.Module):
         self.final_norm = RMSNorm(model.hidden_size, model.norm_epsilon)
         self.lm_head = None if model.tie_embeddings else Linear(model.hidden_size, model.vocab_size, bias=False, dtype="float32", rngs=rngs)
 
+    def embedded(self, tokens: jax.Array, positions: jax.Array) -> tuple[jax.Array, tuple[jax.Array, jax.Array]]:
+        """The residual stream [..., hidden_size] before the first block, and the rotary tables."""
+        tables = rotary_tables(positions, self.model.head_dim, self.model.rope_theta, self.model.rope_scaling)
+        return self.embedding[...][tokens].astype(self.model.dtype), tables
+
     def hidden(self, tokens: jax.Array, positions: jax.Array, attend: Attend, mesh: Mesh | None = None) -> jax.Array:
         """Final hidden states [..., hidden_size] of tokens and positions [...]; ``mesh``: see ``Block``."""
-        x = self.embedding[...][tokens].astype(self.model.dtype)
-        tables = rotary_tables(positions, self.model.head_dim, self.model.rope_theta, self.model.rope_scaling)
+        x, tables = self.embedded(tokens, positions)
         for i in range(self.model.layers):
             x = self.layers[f"layer_{i}"](i, x, tables, attend, mesh)
         return self.final_norm(x)
 
+    @property
+    def head(self) -> jax.Array:
+        """[hidden_size, vocab_size]."""
+        return self.embedding[...].T if self.lm_head is None else self.lm_head.kernel[...]
+
     def logits(self, hidden: jax.Array) -> jax.Array:
-        """Float32 logits [..., vocab_size]."""
-        x = hidden.astype(jnp.float32)
-        if self.lm_head is not None:
-            return self.lm_head(x)
-        return jnp.matmul(x, self.embedding[...].astype(jnp.float32).T, precision=jax.lax.Precision.HIGHEST)
+        """Float32 logits [..., vocab_size] of hidden states in the compute type."""
+        return product(hidden, self.head)
 
 
 @functools.cache
@@ -81,28 +87,3 @@ def packed_logits(model: ModelConfig, params: Params, tokens: jax.Array, positio
     """Logits float32 [rows, length, vocab] of packed rows (int [rows, length] each; segment 0 is padding)."""
     policy = bind(model, params)
     return policy.logits(policy.hidden(tokens, positions, lambda _, q, k, v: packed_attention(q, k, v, segment_ids)))
-
-
-def packed_logprobs(
-    model: ModelConfig,
-    params: Params,
-    tokens: jax.Array,
-    positions: jax.Array,
-    segment_ids: jax.Array,
-    targets: jax.Array,
-    temperature: float,
-) -> tuple[jax.Array, jax.Array]:
-    """Log-probs of ``targets`` and the entropy, under logits / temperature.
-
-    Args:
-      tokens, positions, segment_ids, targets: int [rows, length]; ``targets[t]`` is the token that follows ``tokens[t]``.
-      temperature: the sampler's.
-
-    Returns:
-      (log-probs, entropy), float32 [rows, length]; meaningless where a segment has no next token.
-    """
-    logits = packed_logits(model, params, tokens, positions, segment_ids) / temperature
-    normaliser = jax.nn.logsumexp(logits, -1)
-    logprobs = jnp.take_along_axis(logits, targets[..., None], -1)[..., 0] - normaliser
-    probabilities = jnp.exp(logits - normaliser[..., None])
-    return logprobs, normaliser - jnp.sum(probabilities * logits, -1)

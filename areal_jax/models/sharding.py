@@ -1,11 +1,10 @@
-"""The one table from a parameter's name to its logical axes, and from logical axes to mesh axes.
+"""The one table from a parameter's name to its logical axes, and the shardings of whole trees.
 
 Invariant: sampler, trainer and weight push all take their shardings from here, so that they cannot disagree.
 """
 
 from __future__ import annotations
 
-import math
 from typing import Any
 
 import jax
@@ -13,6 +12,7 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from areal_jax.models.architecture import ModelConfig
+from areal_jax.models.axes import fitting, logical_to_mesh
 from areal_jax.models.policy import param_shapes
 
 LOGICAL_AXES: dict[str, tuple[str, ...]] = {
@@ -50,25 +50,6 @@ LOGICAL_AXES: dict[str, tuple[str, ...]] = {
     "down/lora_b": ("rank", "hidden"),
 }
 
-MESH_RULES: dict[str, Any] = {
-    "vocab": "tensor",
-    "heads": "tensor",
-    "kv_heads": "tensor",
-    "mlp": "tensor",
-    "hidden": "fsdp",
-    "experts": None,
-    "norm": None,
-    "rank": None,
-    "batch": ("data", "fsdp"),
-    "length": "context",
-    "slots": ("data", "fsdp"),
-}
-
-
-def logical_to_mesh(*axes: str | None) -> P:
-    """The partition spec of logical axes; None is replicated."""
-    return P(*(None if axis is None else MESH_RULES[axis] for axis in axes))
-
 
 def param_specs(model: ModelConfig) -> Any:
     """Tree of ``PartitionSpec`` like the parameters.
@@ -91,11 +72,6 @@ def named_shardings(mesh: Mesh, specs: Any, shapes: Any) -> Any:
     """Tree of ``NamedSharding``; an axis that does not divide its dimension is replicated instead."""
 
     def legal(spec: P, leaf: Any) -> NamedSharding:
-        parts = []
-        for size, axes in zip(leaf.shape, tuple(spec) + (None,) * (len(leaf.shape) - len(spec)), strict=True):
-            names = axes if isinstance(axes, tuple) else (axes,) if axes else ()
-            fits = size % math.prod(mesh.shape[name] for name in names) == 0
-            parts.append(axes if fits else None)
-        return NamedSharding(mesh, P(*parts))
+        return NamedSharding(mesh, fitting(mesh, spec, leaf.shape))
 
     return jax.tree.map(legal, specs, shapes, is_leaf=lambda x: isinstance(x, P))

@@ -8,6 +8,7 @@ Invariants:
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Sequence
 from typing import Any
 
@@ -18,7 +19,7 @@ import optax
 from areal_jax.algorithms.losses import POLICY_LOSSES, TokenLoss, masked_sum, settings_of
 from areal_jax.models.adapters import join
 from areal_jax.models.architecture import ModelConfig
-from areal_jax.models.policy import packed_logprobs
+from areal_jax.models.forward import forward_settings, packed_logprobs
 from areal_jax.trainer.packing import MicroBatch
 from areal_jax.trainer.step import Placement, TrainState, update
 
@@ -82,7 +83,7 @@ def train_programs(
     """The lowered programs of a training step.
 
     Args:
-      config: validated and settled; reads ``trainer``, ``algorithm``, ``rollout.temperature``.
+      config: validated and settled; reads ``trainer``, ``algorithm``, ``rollout.temperature``, ``model.attention`` and ``model.scan_layers``.
       model: the architecture.
       here: from ``step.place``.
       optimizer: from ``step.make_optimizer``.
@@ -97,12 +98,13 @@ def train_programs(
     temperature, loss_settings = config.rollout.temperature, settings_of(config.algorithm)
     policy_loss = POLICY_LOSSES[config.algorithm.loss]
     scalar = jax.ShapeDtypeStruct((), jnp.float32, sharding=here.scalar)
+    forward = functools.partial(packed_logprobs, model, settings=forward_settings(config, model, here.mesh))
 
     def proximal(params: Any, frozen: Any, micro: MicroBatch) -> jax.Array:
-        return packed_logprobs(model, join(params, frozen), micro.tokens, micro.positions, micro.segment_ids, micro.targets, temperature)[0]
+        return forward(join(params, frozen), micro.tokens, micro.positions, micro.segment_ids, micro.targets, temperature)[0]
 
     def loss(params: Any, frozen: Any, micro: MicroBatch, centre: Any, fresh: Any, version: Any) -> tuple[jax.Array, dict[str, jax.Array]]:
-        logprobs, entropy = packed_logprobs(model, join(params, frozen), micro.tokens, micro.positions, micro.segment_ids, micro.targets, temperature)
+        logprobs, entropy = forward(join(params, frozen), micro.tokens, micro.positions, micro.segment_ids, micro.targets, temperature)
         centre = jnp.where(fresh, jax.lax.stop_gradient(logprobs), centre)
         tokens = policy_loss(logprobs, centre, micro.behaviour_logprobs, micro.advantages, micro.loss_mask, micro.segment_ids, loss_settings)
         return masked_sum(tokens.loss, micro.loss_mask), token_statistics(tokens, entropy, centre, micro, version)

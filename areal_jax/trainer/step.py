@@ -54,6 +54,7 @@ class Placement:
       rows: of a micro-batch's arrays [rows, length]: rows over the data-parallel axes, positions over context.
       scalar: replicated.
       shards: number of data-parallel shards.
+      mesh: the trainer's.
     """
 
     state: TrainState
@@ -61,6 +62,7 @@ class Placement:
     rows: NamedSharding
     scalar: NamedSharding
     shards: int
+    mesh: Mesh
 
 
 class NonFiniteError(RuntimeError):
@@ -104,7 +106,7 @@ def place(model: ModelConfig, mesh: Mesh, optimizer: optax.GradientTransformatio
     of_params, of_frozen = named_shardings(mesh, specs[0], state.params), named_shardings(mesh, specs[1], frozen)
     of_optimizer = optax.tree_map_params(optimizer, lambda _, sharding: sharding, state.opt_state, of_params, transform_non_params=lambda _: scalar)
     placed = TrainState(params=of_params, opt_state=of_optimizer, step=scalar, skipped=scalar)
-    return Placement(placed, of_frozen, NamedSharding(mesh, logical_to_mesh("batch", "length")), scalar, mesh.shape["data"] * mesh.shape["fsdp"])
+    return Placement(placed, of_frozen, NamedSharding(mesh, logical_to_mesh("batch", "length")), scalar, mesh.shape["data"] * mesh.shape["fsdp"], mesh)
 
 
 def owned(params: Any, shardings: Any, dtype: Any) -> Any:

@@ -19,7 +19,7 @@ from jax.sharding import Mesh
 
 from areal_jax.models.adapters import join
 from areal_jax.models.architecture import ModelConfig
-from areal_jax.models.policy import packed_logprobs
+from areal_jax.models.forward import ForwardSettings, packed_logprobs
 from areal_jax.trainer.packing import MicroBatch, PackedSequence, pack_rows, take_rows
 from areal_jax.trainer.step import StateHolder, TrainState, update
 
@@ -80,7 +80,17 @@ def learning_rate(section: Any, step: int) -> float:
 class SupervisedTrainer(StateHolder):
     """Trains on packed demonstrations over the data-parallel shards of any mesh."""
 
-    def __init__(self, section: Any, model: ModelConfig, mesh: Mesh, params: Any, corpus: MicroBatch, seed: int, param_dtype: str = "float32"):
+    def __init__(
+        self,
+        section: Any,
+        model: ModelConfig,
+        mesh: Mesh,
+        params: Any,
+        corpus: MicroBatch,
+        seed: int,
+        param_dtype: str = "float32",
+        forward: ForwardSettings | None = None,
+    ):
         """Puts the state in place and compiles the step.
 
         Args:
@@ -91,9 +101,11 @@ class SupervisedTrainer(StateHolder):
           corpus: from ``pack_demonstrations``.
           seed: of the order of rows.
           param_dtype: type of the parameters.
+          forward: how the forward pass is computed.
         """
         super().__init__(model, mesh, section, params, param_dtype)
         self.section, self.corpus, self.seed = section, corpus, seed
+        self._forward = forward or ForwardSettings(mesh=mesh)
         self._rows = -(-section.rows // self.placement.shards) * self.placement.shards
         self._compile()
 
@@ -102,7 +114,9 @@ class SupervisedTrainer(StateHolder):
             tokens = jnp.maximum(batch.loss_mask.sum(), 1.0)
 
             def loss(params: Any) -> jax.Array:
-                logprobs, _ = packed_logprobs(self.model, join(params, frozen), batch.tokens, batch.positions, batch.segment_ids, batch.targets, 1.0)
+                logprobs, _ = packed_logprobs(
+                    self.model, join(params, frozen), batch.tokens, batch.positions, batch.segment_ids, batch.targets, 1.0, self._forward
+                )
                 return -jnp.sum(jnp.where(batch.loss_mask > 0, logprobs, 0.0)) / tokens
 
             value, gradients = jax.value_and_grad(loss)(state.params)

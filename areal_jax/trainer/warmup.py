@@ -19,6 +19,7 @@ from jax.sharding import Mesh
 
 from areal_jax.config import ConfigError
 from areal_jax.models.architecture import ModelConfig
+from areal_jax.models.forward import forward_settings
 from areal_jax.trainer.checkpoint import Checkpointer, CheckpointError
 from areal_jax.trainer.step import NonFiniteError, StateHolder
 from areal_jax.trainer.supervised import SupervisedTrainer, learning_rate, pack_demonstrations
@@ -81,7 +82,7 @@ def warm_up(
             step = math.lcm(16, mesh.shape["context"])
             row_tokens = config.sft.row_tokens or -(-max(144, *(len(p) + len(r) for p, r in corpus)) // step) * step
             packed = pack_demonstrations(corpus, row_tokens)
-            trainer = SupervisedTrainer(config.sft, model, mesh, params, packed, config.seed, config.model.param_dtype)
+            trainer = SupervisedTrainer(config.sft, model, mesh, params, packed, config.seed, config.model.param_dtype, forward_settings(config, model, mesh))
         if latest is not None:
             try:
                 state, meta = checkpoints.restore(latest, trainer.abstract_state())

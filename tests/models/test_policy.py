@@ -9,8 +9,9 @@ import numpy_policy
 import pytest
 
 from areal_jax.models.architecture import ModelConfig
+from areal_jax.models.forward import packed_logprobs
 from areal_jax.models.layers import rotary_tables, rotate
-from areal_jax.models.policy import bind, init_params, packed_logits, packed_logprobs, param_shapes
+from areal_jax.models.policy import bind, init_params, packed_logits, param_shapes
 
 VOCABULARY, LENGTH = 29, 20
 

@@ -9,7 +9,7 @@ import numpy_policy
 import pytest
 
 from areal_jax.cluster.meshes import build_mesh
-from areal_jax.models.policy import packed_logprobs
+from areal_jax.models.forward import packed_logprobs
 from areal_jax.models.sharding import named_shardings, param_specs
 from areal_jax.telemetry.compiles import CompileCounter
 from areal_jax.types import GenerationRequest, WeightUpdate
