@@ -237,11 +237,11 @@ def _rules(c: Config) -> Iterator[tuple[bool, str]]:
     )
 
 
-def check_devices(config: Config, available: int) -> tuple[int, int, bool]:
-    """(sampler devices, trainer devices, whether both share one device) for a number of devices.
+def divide_devices(config: Config, available: int) -> tuple[int, int, bool]:
+    """(sampler devices, trainer devices, whether both share one device) of a number of devices.
 
     Raises:
-      ConfigError: more are asked for than there are, or a mesh does not fit.
+      ConfigError: more are asked for than there are.
     """
     c = config.cluster
     sampler, trainer = c.sampler_devices, c.trainer_devices
@@ -259,6 +259,17 @@ def check_devices(config: Config, available: int) -> tuple[int, int, bool]:
                 f"'cluster.sampler_devices' + 'cluster.trainer_devices' must be at most the {available} devices there are, each at least 1; "
                 f"got {c.sampler_devices or sampler} + {c.trainer_devices or trainer}; on a CPU raise 'cluster.host_devices'"
             )
+    return sampler, trainer, shared
+
+
+def check_devices(config: Config, available: int) -> tuple[int, int, bool]:
+    """``divide_devices``, with the meshes, rows and slots checked against them.
+
+    Raises:
+      ConfigError: more devices are asked for than there are, or a mesh does not fit.
+    """
+    c = config.cluster
+    sampler, trainer, shared = divide_devices(config, available)
     for role, count in (("trainer", trainer), ("sampler", sampler)):
         sizes = parse_mesh(f"cluster.mesh.{role}", c.mesh[role])
         product = math.prod(sizes.values())

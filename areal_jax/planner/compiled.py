@@ -1,0 +1,162 @@
+"""The run's own programs, lowered and compiled for devices that are not here: what the compiler says of their memory and communication.
+
+Invariants:
+* The programs are those that training and sampling run (``trainer.programs``, ``sampler.engine``), lowered from shapes; no array is made.
+* On virtual CPU devices the division among devices and the collectives are the real ones. Memory is that of the CPU's compiler, which widens bfloat16
+  products to float32: exact for float32, an upper estimate for bfloat16.
+* With libtpu installed, TPU topologies are compiled by the TPU's own compiler instead, whose memory figures are the chip's.
+* Shards of the data axis run the same program: where they are left out, the group sizes of their collectives are smaller and nothing else changes.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib.util
+import os
+import re
+import time
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+
+from areal_jax.cluster.meshes import build_mesh
+from areal_jax.planner.collectives import Communication, read_collectives
+from areal_jax.planner.setup import Axes, Setup, train_state
+from areal_jax.sampler.engine import SamplerEngine
+from areal_jax.trainer.programs import train_programs
+
+SILENT = Communication((), 0)
+
+
+@dataclasses.dataclass(frozen=True)
+class Program:
+    """One compiled program.
+
+    Attributes:
+      name: what it does.
+      axes: of the mesh that it was compiled for.
+      target: whose compiler.
+      seconds: of lowering and compiling.
+      argument, output, alias, temporary: bytes of a device; ``alias`` is counted in both argument and output.
+      communication: of one run.
+      refusal: why it did not compile, else empty; the figures are then 0.
+    """
+
+    name: str
+    axes: Axes
+    target: str
+    seconds: float
+    argument: int = 0
+    output: int = 0
+    alias: int = 0
+    temporary: int = 0
+    communication: Communication = SILENT
+    refusal: str = ""
+
+    @property
+    def total(self) -> int:
+        """Bytes of a device while the program runs."""
+        return self.argument + self.output + self.temporary - self.alias
+
+
+def virtual_devices(count: int) -> None:
+    """Gives this host so many CPU devices; before JAX's first use."""
+    jax.config.update("jax_platforms", "cpu")
+    jax.config.update("jax_num_cpu_devices", count)
+
+
+def target_devices(setup: Setup, axes: Axes) -> tuple[Sequence[Any], Axes, str]:
+    """(devices, axes, target) to compile a role's programs for.
+
+    TPU chips are described by libtpu where it is installed; a role that is no whole slice is then compiled with fewer shards of the data axis.
+    """
+    chip = setup.topology.chip
+    if chip.dimensions and importlib.util.find_spec("libtpu") is not None:
+        from jax.experimental import topologies
+
+        os.environ.setdefault("TPU_SKIP_MDS_QUERY", "1")
+        os.environ.setdefault("TPU_WORKER_HOSTNAMES", "localhost")
+        fixed = axes.devices // axes.data
+        data = next((d for d in range(axes.data, 0, -1) if (d * fixed) & (d * fixed - 1) == 0), 0)
+        if data and data * fixed >= 4:
+            sides = _slice(data * fixed, chip.dimensions)
+            described = topologies.get_topology_desc(f"{chip.name}:{sides}", platform="tpu")
+            return described.devices, dataclasses.replace(axes, data=data), f"{chip.name} (libtpu)"
+    return jax.devices("cpu")[: axes.devices], axes, "virtual CPU devices"
+
+
+def compile_trainer(setup: Setup, names: Sequence[str] = ("accumulate", "apply")) -> list[Program]:
+    """The named programs of the training step."""
+    devices, axes, target = target_devices(setup, setup.trainer)
+    mesh = build_mesh(devices, **dataclasses.asdict(axes))
+    setup = dataclasses.replace(setup, trainer=axes)
+    here, optimizer, state = train_state(setup, mesh)
+    started = time.monotonic()
+    lowered = train_programs(setup.config, setup.model, here, optimizer, state, (setup.rows * axes.shards,))
+    spent = time.monotonic() - started
+    by_name = {key if isinstance(key, str) else key[0]: program for key, program in lowered.items()}
+    programs = []
+    for name in names:
+        programs.append(_compiled(name, axes, target, by_name[name], spent))
+        spent = 0.0
+    return programs
+
+
+def planned_engine(setup: Setup, mesh: Any) -> SamplerEngine:
+    """The sampler's engine as a run builds it, over a mesh of devices that need not be here."""
+    r = setup.config.rollout
+    return SamplerEngine(
+        setup.model,
+        mesh,
+        slots=setup.slots * mesh.shape["data"] * mesh.shape["fsdp"],
+        max_length=setup.longest,
+        buckets=r.length_buckets,
+        widths=r.prefill_buckets,
+        steps=r.steps_per_dispatch,
+        temperature=r.temperature,
+        top_k=r.top_k,
+        top_p=r.top_p,
+        dtype=setup.config.model.sampler_dtype,
+    )
+
+
+def compile_sampler(setup: Setup) -> list[Program]:
+    """The decode program at the longest cache."""
+    devices, axes, target = target_devices(setup, setup.sampler)
+    engine = planned_engine(setup, build_mesh(devices, **dataclasses.asdict(axes)))
+    started = time.monotonic()
+    lowered = engine.lower_generate(setup.longest)
+    return [_compiled("decode", axes, target, lowered, time.monotonic() - started)]
+
+
+def _compiled(name: str, axes: Axes, target: str, lowered: jax.stages.Lowered, spent: float) -> Program:
+    started = time.monotonic()
+    try:
+        compiled = lowered.compile()
+    except jax.errors.JaxRuntimeError as error:
+        if "RESOURCE_EXHAUSTED" not in str(error):
+            raise
+        needed = re.search(r"[^.:]*exceeds available HBM[^.]*\.?[0-9]*G?\)?", str(error))
+        return Program(name, axes, target, spent + time.monotonic() - started, refusal=needed[0].strip() if needed else str(error).splitlines()[0])
+    memory = compiled.memory_analysis()
+    return Program(
+        name,
+        axes,
+        target,
+        spent + time.monotonic() - started,
+        memory.argument_size_in_bytes,
+        memory.output_size_in_bytes,
+        memory.alias_size_in_bytes,
+        memory.temp_size_in_bytes,
+        read_collectives(compiled.as_text()),
+    )
+
+
+def _slice(devices: int, dimensions: int) -> str:
+    """Sides of a slice, powers of two, as in '8x16'."""
+    sides = [1] * dimensions
+    while devices > 1:
+        sides[sides.index(min(sides))] *= 2
+        devices //= 2
+    return "x".join(str(side) for side in sorted(sides))

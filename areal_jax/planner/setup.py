@@ -1,0 +1,212 @@
+"""What is planned: a checked configuration on a topology, as sizes. No device is touched, no file of a checkpoint is needed.
+
+Invariants:
+* Sizes come from the project's own tables: the parameter tree, its sharding rules, the train state's placement, the split of the devices.
+* Trainer devices come first in the topology, and a mesh's last axes are neighbours, as in ``cluster.meshes``.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import math
+import os
+from typing import Any
+
+import jax
+import numpy as np
+from jax.sharding import AbstractMesh, AxisType
+
+from areal_jax.config import MESH_AXES, Config, ConfigError, divide_devices, parse_mesh, put
+from areal_jax.models.architecture import ModelConfig, new_model
+from areal_jax.models.config_json import read_model
+from areal_jax.models.policy import param_shapes
+from areal_jax.models.sharding import named_shardings, param_specs
+from areal_jax.models.tokenizer import embedded_tokenizer
+from areal_jax.planner.topology import Topology
+from areal_jax.trainer.step import abstract, make_optimizer, new_state, place
+
+PROMPT = 64
+"""Longest prompt where neither the configuration nor a task says it."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Axes:
+    """Sizes of a mesh's axes."""
+
+    data: int = 1
+    fsdp: int = 1
+    context: int = 1
+    tensor: int = 1
+
+    @property
+    def devices(self) -> int:
+        return self.data * self.fsdp * self.context * self.tensor
+
+    @property
+    def shards(self) -> int:
+        """Parts into which rows or slots are divided."""
+        return self.data * self.fsdp
+
+    def __str__(self) -> str:
+        return " ".join(f"{name}={size}" for name, size in dataclasses.asdict(self).items() if size > 1) or "one device"
+
+    def mesh(self) -> Any:
+        """A mesh of these sizes without devices, for shapes and shardings."""
+        sizes = dataclasses.asdict(self)
+        return AbstractMesh(tuple(sizes[axis] for axis in MESH_AXES), MESH_AXES, axis_types=(AxisType.Auto,) * len(MESH_AXES))
+
+    def stride(self, axis: str) -> int:
+        """Distance between neighbours along an axis, in devices."""
+        sizes = dataclasses.asdict(self)
+        return math.prod(sizes[name] for name in MESH_AXES[MESH_AXES.index(axis) + 1 :])
+
+
+@dataclasses.dataclass(frozen=True)
+class Workload:
+    """Mean tokens of a prompt and of a response, the one thing that a configuration does not say."""
+
+    prompt: int
+    response: int
+
+    @property
+    def sequence(self) -> int:
+        return self.prompt + self.response
+
+
+@dataclasses.dataclass(frozen=True)
+class Setup:
+    """One plan's subject.
+
+    Attributes:
+      config: checked; lengths settled, rows and slots multiples of the meshes' shards.
+      model: the architecture.
+      topology: the machines.
+      trainer, sampler: axes of the meshes.
+      workload: assumed lengths.
+      notes: what was rounded to fit, for people.
+    """
+
+    config: Config
+    model: ModelConfig
+    topology: Topology
+    trainer: Axes
+    sampler: Axes
+    workload: Workload
+    notes: tuple[str, ...] = ()
+
+    @property
+    def rows(self) -> int:
+        """Rows of a micro-batch on a trainer's shard."""
+        return max(1, self.config.trainer.micro_batch_rows // self.trainer.shards)
+
+    @property
+    def slots(self) -> int:
+        """Slots of a sampler's shard."""
+        return self.config.rollout.slots // self.sampler.shards
+
+    @property
+    def longest(self) -> int:
+        """Tokens of the longest sequence, which is the decode cache's length."""
+        return self.config.task.max_prompt_tokens + self.config.rollout.max_new_tokens
+
+    @property
+    def local_tokens(self) -> int:
+        """Positions of a micro-batch on a trainer's device."""
+        return self.rows * self.config.trainer.micro_batch_tokens // self.trainer.context
+
+
+def planned_model(config: Config) -> ModelConfig:
+    """The architecture: the checkpoint's where it is here, else that of the configuration's ``model`` section."""
+    if config.model.path and os.path.isdir(config.model.path):
+        return read_model(config.model.path, config.model.dtype)
+    vocabulary = config.model.vocab_size
+    if not vocabulary:
+        if config.model.path:
+            raise ConfigError(f"'model.vocab_size' must be given, as the checkpoint '{config.model.path}' is not here; got 0")
+        vocabulary = embedded_tokenizer().vocab_size
+    return new_model(config.model, vocabulary, (1,), 0)
+
+
+def make_setup(config: Config, topology: Topology, prompt: int | None = None, response: int | None = None, *, free: bool = False) -> Setup:
+    """The subject of a plan.
+
+    Args:
+      config: validated with ``planned=True``.
+      topology: the machines.
+      prompt, response: mean tokens; None assumes a quarter of their limits.
+      free: leave the configured meshes out, for a search over all of them.
+
+    Raises:
+      ConfigError: the devices cannot be divided as the configuration says, or a mesh does not divide the policy.
+    """
+    config = config.copy_and_resolve_references()
+    model = planned_model(config)
+    if not config.task.max_prompt_tokens:
+        put(config, "task.max_prompt_tokens", PROMPT)
+    longest = config.task.max_prompt_tokens + config.rollout.max_new_tokens
+    if not config.trainer.micro_batch_tokens:
+        put(config, "trainer.micro_batch_tokens", max(192, -(-longest // 64) * 64))
+    workload = Workload(prompt or max(1, config.task.max_prompt_tokens // 4), response or max(1, config.rollout.max_new_tokens // 4))
+    if workload.sequence > longest:
+        raise ConfigError(f"'--prompt' + '--response' must be at most the longest sequence = {longest}; got {workload.sequence}")
+    sampler, trainer, _ = divide_devices(config, topology.devices)
+    if free:
+        for role in ("trainer", "sampler"):
+            put(config, f"cluster.mesh.{role}", "")
+    axes = {role: _axes(config, role, count) for role, count in (("trainer", trainer), ("sampler", sampler))}
+    for role, sizes in axes.items():
+        if model.heads % sizes.tensor:
+            raise ConfigError(f"'cluster.mesh.{role}': the tensor axis must divide the policy's {model.heads} heads; got {sizes.tensor}")
+    if axes["sampler"].context > 1:
+        raise ConfigError(f"'cluster.mesh.sampler': a sampler has no context axis; got context={axes['sampler'].context}; use tensor")
+    return with_meshes(Setup(config, model, topology, axes["trainer"], axes["sampler"], workload))
+
+
+def with_meshes(setup: Setup, trainer: Axes | None = None, sampler: Axes | None = None, slots: int | None = None) -> Setup:
+    """The setup with other meshes of as many devices and other slots; rows and slots are raised to multiples of the shards, with a note."""
+    trainer, sampler = trainer or setup.trainer, sampler or setup.sampler
+    config = setup.config.copy_and_resolve_references()
+    notes = []
+    for key, section, shards in (("micro_batch_rows", config.trainer, trainer.shards), ("slots", config.rollout, sampler.shards)):
+        wanted = (slots if key == "slots" and slots else section[key]) or shards
+        settled = -(-wanted // shards) * shards
+        if settled != wanted:
+            notes.append(f"{key} {wanted} raised to {settled}, a multiple of {shards} shards")
+        section[key] = settled
+    return dataclasses.replace(setup, config=config, trainer=trainer, sampler=sampler, notes=tuple(notes))
+
+
+def _axes(config: Config, role: str, count: int) -> Axes:
+    sizes = parse_mesh(f"cluster.mesh.{role}", config.cluster.mesh[role])
+    product = math.prod(sizes.values())
+    if count % product or ("data" in sizes and product != count):
+        raise ConfigError(
+            f"'cluster.mesh.{role}' must multiply to a divisor of its {count} devices (exactly {count} when data is given); "
+            f"got '{config.cluster.mesh[role]}' = {product}"
+        )
+    return Axes(**{"data": count // product, **sizes})
+
+
+@functools.cache
+def _shapes(model: ModelConfig) -> Any:
+    return param_shapes(model)
+
+
+def shard_bytes(tree: Any, dtype: Any = None) -> int:
+    """Bytes of a tree of ``jax.ShapeDtypeStruct`` with shardings on one device; ``dtype`` replaces the leaves' own."""
+    return sum(math.prod(leaf.sharding.shard_shape(leaf.shape)) * np.dtype(dtype or leaf.dtype).itemsize for leaf in jax.tree.leaves(tree))
+
+
+def sharded_params(model: ModelConfig, mesh: Any) -> Any:
+    """The parameter tree as shapes with their shardings on a mesh (real or abstract)."""
+    shapes = _shapes(model)
+    return abstract(shapes, named_shardings(mesh, param_specs(model), shapes))
+
+
+def train_state(setup: Setup, mesh: Any) -> tuple[Any, Any, Any]:
+    """(placement, optimizer, state as shapes with shardings) of the trainer."""
+    optimizer = make_optimizer(setup.config.trainer)
+    params = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, setup.config.model.param_dtype), _shapes(setup.model))
+    here = place(setup.model, mesh, optimizer, params)
+    return here, optimizer, abstract(jax.eval_shape(lambda p: new_state(optimizer, p), params), here.state)
