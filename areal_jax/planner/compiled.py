@@ -21,6 +21,7 @@ from typing import Any
 import jax
 
 from areal_jax.cluster.meshes import build_mesh
+from areal_jax.config import ConfigError
 from areal_jax.planner.collectives import Communication, read_collectives
 from areal_jax.planner.setup import Axes, Setup, train_state
 from areal_jax.sampler.engine import SamplerEngine
@@ -91,9 +92,9 @@ def compile_trainer(setup: Setup, names: Sequence[str] = ("accumulate", "apply")
     devices, axes, target = target_devices(setup, setup.trainer)
     mesh = build_mesh(devices, **dataclasses.asdict(axes))
     setup = dataclasses.replace(setup, trainer=axes)
-    here, optimizer, state = train_state(setup, mesh)
+    here, optimizer, state, frozen = train_state(setup, mesh)
     started = time.monotonic()
-    lowered = train_programs(setup.config, setup.model, here, optimizer, state, (setup.rows * axes.shards,))
+    lowered = train_programs(setup.config, setup.model, here, optimizer, state, frozen, (setup.rows * axes.shards,))
     spent = time.monotonic() - started
     by_name = {key if isinstance(key, str) else key[0]: program for key, program in lowered.items()}
     programs = []
@@ -139,7 +140,9 @@ def _compiled(name: str, axes: Axes, target: str, lowered: jax.stages.Lowered, s
             raise
         needed = re.search(r"[^.:]*exceeds available HBM[^.]*\.?[0-9]*G?\)?", str(error))
         return Program(name, axes, target, spent + time.monotonic() - started, refusal=needed[0].strip() if needed else str(error).splitlines()[0])
-    memory = compiled.memory_analysis()
+    memory, text = compiled.memory_analysis(), compiled.as_text()
+    if memory is None or text is None:
+        raise ConfigError(f"'--compile=yes' needs a compiler that tells a program's memory; that of {target} does not; say --compile=no")
     return Program(
         name,
         axes,
@@ -149,7 +152,7 @@ def _compiled(name: str, axes: Axes, target: str, lowered: jax.stages.Lowered, s
         memory.output_size_in_bytes,
         memory.alias_size_in_bytes,
         memory.temp_size_in_bytes,
-        read_collectives(compiled.as_text()),
+        read_collectives(text),
     )
 
 

@@ -39,10 +39,11 @@ class Memory:
 
 def trainer_memory(setup: Setup) -> Memory:
     """Of the trainer, while it accumulates a micro-batch's gradient."""
-    _, _, state = train_state(setup, setup.trainer.mesh())
+    _, _, state, frozen = train_state(setup, setup.trainer.mesh())
     params = shard_bytes(state.params)
     staying = {
         "parameters": params,
+        **({"frozen parameters": shard_bytes(frozen)} if setup.model.lora else {}),
         "optimizer": shard_bytes(state.opt_state),
         "gradients": shard_bytes(state.params, "float32"),
         "batch": batch_of(setup).positions // (setup.trainer.shards * setup.trainer.context) * 4 * MICRO_BATCH_ARRAYS,
@@ -54,7 +55,7 @@ def accumulate_bytes(setup: Setup) -> int:
     """What the program that accumulates one micro-batch's gradient holds: its arguments, results and working memory."""
     staying = trainer_memory(setup).staying
     batch = setup.local_tokens * 4 * MICRO_BATCH_ARRAYS
-    return staying["parameters"] + staying["gradients"] + batch + sum(activation_parts(setup).values())
+    return staying["parameters"] + staying.get("frozen parameters", 0) + staying["gradients"] + batch + sum(activation_parts(setup).values())
 
 
 def sampler_memory(setup: Setup) -> Memory:

@@ -18,13 +18,13 @@ import numpy as np
 from jax.sharding import AbstractMesh, AxisType
 
 from areal_jax.config import MESH_AXES, Config, ConfigError, divide_devices, parse_mesh, put
-from areal_jax.models.architecture import ModelConfig, new_model
+from areal_jax.models.architecture import ModelConfig, lora_of, new_model
 from areal_jax.models.config_json import read_model
 from areal_jax.models.policy import param_shapes
 from areal_jax.models.sharding import named_shardings, param_specs
 from areal_jax.models.tokenizer import embedded_tokenizer
 from areal_jax.planner.topology import Topology
-from areal_jax.trainer.step import abstract, make_optimizer, new_state, place
+from areal_jax.trainer.step import Placement, TrainState, abstract, abstract_parts, make_optimizer, place
 
 PROMPT = 64
 """Longest prompt where neither the configuration nor a task says it."""
@@ -119,7 +119,7 @@ class Setup:
 def planned_model(config: Config) -> ModelConfig:
     """The architecture: the checkpoint's where it is here, else that of the configuration's ``model`` section."""
     if config.model.path and os.path.isdir(config.model.path):
-        return read_model(config.model.path, config.model.dtype)
+        return dataclasses.replace(read_model(config.model.path, config.model.dtype), lora=lora_of(config.model))
     vocabulary = config.model.vocab_size
     if not vocabulary:
         if config.model.path:
@@ -204,9 +204,9 @@ def sharded_params(model: ModelConfig, mesh: Any) -> Any:
     return abstract(shapes, named_shardings(mesh, param_specs(model), shapes))
 
 
-def train_state(setup: Setup, mesh: Any) -> tuple[Any, Any, Any]:
-    """(placement, optimizer, state as shapes with shardings) of the trainer."""
-    optimizer = make_optimizer(setup.config.trainer)
-    params = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, setup.config.model.param_dtype), _shapes(setup.model))
-    here = place(setup.model, mesh, optimizer, params)
-    return here, optimizer, abstract(jax.eval_shape(lambda p: new_state(optimizer, p), params), here.state)
+def train_state(setup: Setup, mesh: Any) -> tuple[Placement, Any, TrainState, Any]:
+    """(placement, optimizer, state, frozen parameters) of the trainer, as shapes with shardings on a mesh (real or abstract)."""
+    optimizer, dtype = make_optimizer(setup.config.trainer), setup.config.model.param_dtype
+    here = place(setup.model, mesh, optimizer, dtype)
+    state, frozen = abstract_parts(setup.model, optimizer, dtype)
+    return here, optimizer, abstract(state, here.state), abstract(frozen, here.frozen)

@@ -1,0 +1,142 @@
+"""The plan's counts against numbers that can be worked out by hand, and its readers against small texts."""
+
+import pathlib
+
+import pytest
+
+from areal_jax.config import ConfigError, load
+from areal_jax.planner.bounds import bounds
+from areal_jax.planner.collectives import axes_of, read_collectives
+from areal_jax.planner.memory import param_count, sampler_memory, slots_that_fit, trainer_memory
+from areal_jax.planner.setup import Axes, make_setup, with_meshes
+from areal_jax.planner.topology import parse_topologies
+from areal_jax.planner.work import batch_of, forward_flops, kv_bytes_per_token, matrices
+
+ROOT = pathlib.Path(__file__).resolve().parent.parent.parent
+CLUSTERS = {"1.5b": "h800:16x8", "7b": "h800:24x8", "14b": "h800:32x8", "32b": "h800:48x8"}
+COUNTS = {"1.5b": 1_777_088_000, "7b": 7_615_616_512, "14b": 14_770_033_664, "32b": 32_763_876_352}
+
+
+def setup(size, topology="", **more):
+    config = load([f"--config={ROOT}/configs/math.py:qwen2.5-{size}"], planned=True)[0]
+    return make_setup(config, parse_topologies(topology or CLUSTERS[size])[0], **more)
+
+
+@pytest.mark.parametrize("size", CLUSTERS)
+def test_parameters(size):
+    s = setup(size)
+    assert param_count(s) == COUNTS[size]
+    # The input embedding is no matrix product; biases and norms are the small rest.
+    products = s.model.layers * matrices(s.model).block + matrices(s.model).head
+    assert 0 < COUNTS[size] - products - s.model.vocab_size * s.model.hidden_size < 1e-3 * COUNTS[size]
+
+
+def test_cache_of_a_token():
+    assert kv_bytes_per_token(setup("7b").model) == 2 * 28 * 4 * 128 * 2 == 57344
+    assert kv_bytes_per_token(setup("32b").model) == 2 * 64 * 8 * 128 * 2 == 262144
+
+
+def test_training_flops_are_six_a_parameter_and_token():
+    s = setup("7b")
+    products = s.model.layers * matrices(s.model).block + matrices(s.model).head
+    assert 3 * forward_flops(s.model, 1000, 0.0) == pytest.approx(6 * products * 1000)
+    # Attention: scores and mixing, two operations each, over half of 8192 positions on average.
+    attention = forward_flops(s.model, 1000, 4096) - forward_flops(s.model, 1000, 0.0)
+    assert attention == pytest.approx(1000 * 28 * 2 * 2 * 28 * 128 * 4096)
+
+
+def test_memory_of_parameters_is_their_shards():
+    s = setup("7b")
+    assert (s.trainer, s.sampler) == (Axes(data=6, fsdp=8), Axes(data=72, tensor=2))
+    trainer, sampler = trainer_memory(s).staying, sampler_memory(s).staying
+    # Norms and key/value biases are not divided over fsdp; they are less than a thousandth.
+    assert trainer["parameters"] == pytest.approx(COUNTS["7b"] * 4 / 8, rel=1e-3)
+    assert trainer["optimizer"] == pytest.approx(2 * trainer["parameters"], abs=64)
+    assert trainer["gradients"] == trainer["parameters"]
+    assert sampler["weights"] == pytest.approx(COUNTS["7b"] * 2 / 2, rel=1e-3)
+    assert sampler["KV cache"] == s.slots * 28672 * 57344 // 2
+
+
+def test_slots_that_fit_fit():
+    s = setup("7b")
+    fitting, chip = slots_that_fit(s), s.topology.chip
+    for slots, fits in ((fitting, True), (fitting + 1, False)):
+        assert (sampler_memory(with_meshes(s, slots=slots * s.sampler.shards)).room(chip) >= 0) == fits
+
+
+def test_batch_and_push():
+    s = setup("1.5b", prompt=1, response=8192)
+    b = batch_of(s)
+    assert (b.sequences, b.tokens) == (8192, 8192 * 8192)
+    # Four sequences of 8192 positions fill a row; 2048 a minibatch are 512 rows, 16 micro-batches of 32 rows.
+    assert (b.micro_batches, b.positions) == (64, b.tokens)
+    pushed = bounds(s)
+    assert pushed.push_bytes == pytest.approx(96 * 2 * COUNTS["1.5b"], rel=1e-3)
+    assert pushed.push == pytest.approx(pushed.push_bytes / 32 / 50e9)
+    assert pushed.decode_steps == pytest.approx(8192 * 8192 / s.config.rollout.slots)
+
+
+def test_topologies():
+    shapes = {
+        "h800:48x8": (384, 8),
+        "h100:64": (64, 8),
+        "h100:4": (4, 4),
+        "v5e:256": (256, 256),
+        "v6e:16x16": (256, 256),
+        "v5p:4x4x8": (128, 128),
+        "v5p:64": (64, 64),
+        "cpu:8": (8, 8),
+    }
+    for text, (devices, domain) in shapes.items():
+        (topology,) = parse_topologies(text)
+        assert (topology.devices, topology.domain) == (devices, domain), text
+    assert [t.devices for t in parse_topologies("h100:8..512")] == [8, 16, 32, 64, 128, 256, 512]
+
+
+@pytest.mark.parametrize(
+    ("text", "parts"),
+    [
+        ("h900:8", ["unknown chip 'h900'", "did you mean 'h800'"]),
+        ("h100", ["how many devices"]),
+        ("h100:", ["h800:48x8"]),
+        ("h100:12", ["hosts have 8", "12"]),
+        ("h100:8x16", ["at most 8 devices a host"]),
+        ("v5e:512", ["at most 256 chips", "512"]),
+        ("v5p:16x16", ["3 sides"]),
+        ("h100:64..8", ["range rises"]),
+        ("cpu:1", ["at least 2 devices"]),
+    ],
+)
+def test_topologies_that_are_refused(text, parts):
+    with pytest.raises(ConfigError) as refused:
+        parse_topologies(text)
+    assert all(part in str(refused.value) for part in parts), refused.value
+
+
+TEXT = """HloModule m
+
+%body.1 (p: (f32[4])) -> (f32[4]) {
+  %g = bf16[64,8]{1,0} all-gather(bf16[16,8]{1,0} %x), channel_id=1, replica_groups=[2,4]<=[8], dimensions={0}
+}
+
+%cond.1 (p: (f32[4])) -> pred[] {
+  ROOT %c = pred[] constant(true)
+}
+
+ENTRY %main (p: f32[4]) -> f32[4] {
+  %w = (f32[4]) while((f32[4]) %t), condition=%cond.1, body=%body.1, backend_config={"known_trip_count":{"n":"5"}}
+  %r = (f32[10]{0}, f32[2,3]{1,0}) all-reduce(f32[10]{0} %a, f32[2,3]{1,0} %b), replica_groups=[4,2]<=[2,4]T(1,0), to_apply=%add
+  ROOT %s = f32[3]{0} reduce-scatter(f32[6]{0} %d), replica_groups={{0,1},{2,3},{4,5},{6,7}}, dimensions={0}, to_apply=%add
+}
+"""
+
+
+def test_collectives_count_with_their_loops():
+    found = {c.kind: c for c in read_collectives(TEXT).collectives}
+    assert (found["all-gather"].count, found["all-gather"].sent, found["all-gather"].group) == (5, 5 * 64 * 8 * 2 * 3 / 4, (0, 1, 2, 3))
+    assert (found["all-reduce"].count, found["all-reduce"].sent, found["all-reduce"].group) == (1, 2 * (10 + 6) * 4 / 2, (0, 4))
+    assert (found["reduce-scatter"].sent, found["reduce-scatter"].group) == (3 * 4, (0, 1))
+    assert read_collectives(TEXT).open_loops == 0
+    assert read_collectives(TEXT.replace(', backend_config={"known_trip_count":{"n":"5"}}', "")).open_loops == 1
+    names, sizes = ("data", "fsdp", "context", "tensor"), (2, 2, 1, 2)
+    assert [axes_of(group, names, sizes) for group in ((0, 1, 2, 3), (0, 4), (0, 1))] == ["fsdp+tensor", "data", "tensor"]
