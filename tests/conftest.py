@@ -32,3 +32,8 @@ def tokenizer_files() -> pathlib.Path:
 @pytest.fixture(scope="session")
 def cases() -> pathlib.Path:
     return folder("AREAL_JAX_CASES", "cases")
+
+
+@pytest.fixture(scope="session")
+def real_models() -> pathlib.Path:
+    return folder("AREAL_JAX_MODELS", "models")
