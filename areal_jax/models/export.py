@@ -15,7 +15,6 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 
 from areal_jax.models.adapters import merge
@@ -25,7 +24,7 @@ from areal_jax.models.config_json import config_json
 from areal_jax.models.files import policy_directory, read_json_if_there, write_json
 from areal_jax.models.policy import Params, param_shapes
 from areal_jax.models.safetensors_file import write_tensors
-from areal_jax.models.stored_names import Stored, stored
+from areal_jax.models.stored_names import stored
 from areal_jax.models.tokenizer import Tokenizer
 
 SHARD_BYTES = 5 * 10**9
@@ -149,11 +148,29 @@ def _save_tensors(directory: pathlib.Path, leaves: list[tuple[str, Any]], dtype:
 def _stored_arrays(leaves: list[tuple[str, Any]]) -> Iterator[np.ndarray]:
     """Host arrays in the stored orientation, in the order of ``stored``'s names."""
     for path, leaf in leaves:
-        how: Stored = stored(path, tuple(leaf.shape))
-        # Of a copy, as an array keeps the host's view of itself for as long as it lives.
-        host = np.asarray(jnp.copy(leaf))
+        how = stored(path, tuple(leaf.shape))
+        host = _on_host(path, leaf)
         for array in host if how.stacked else (host,):
             yield array.T if how.transposed else array
+
+
+def _on_host(path: str, leaf: jax.Array) -> np.ndarray:
+    """The whole parameter."""
+    if not (leaf.is_fully_addressable or leaf.is_fully_replicated):
+        raise ValueError(f"'{path}' must lie on devices of this process to be exported; it lies on {leaf.sharding}; gather it first")
+    shards = [shard for shard in leaf.addressable_shards if shard.replica_id == 0] or leaf.addressable_shards[:1]
+    if len(shards) == 1:
+        return _read(shards[0].data)
+    host = np.empty(leaf.shape, leaf.dtype)
+    for shard in shards:
+        host[shard.index] = _read(shard.data)
+    return host
+
+
+def _read(array: jax.Array) -> np.ndarray:
+    """Reads an array of one device, through a copy: an array keeps what the host has read of it for as long as it lives. On a CPU that is itself."""
+    (device,) = array.devices()
+    return np.asarray(array if device.platform == "cpu" else jax.device_put(array, device, may_alias=False))
 
 
 def _replace(fresh: pathlib.Path, target: pathlib.Path, old: pathlib.Path) -> None:
