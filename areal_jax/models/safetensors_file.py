@@ -75,12 +75,12 @@ def read_header(file: pathlib.Path) -> dict[str, StoredTensor]:
         raise PolicyFilesError(f"'{file}' must be readable: {error}; change its permissions or fetch it again") from error
     try:
         header = json.loads(text.decode("utf-8"), object_pairs_hook=_unique)
-        header.pop("__metadata__", None)
-        entries = sorted(((name, _entry(file, name, value)) for name, value in header.items()), key=lambda item: item[1][2:])
-    except PolicyFilesError:
-        raise
-    except (ValueError, AttributeError) as error:
+    except ValueError as error:
         raise PolicyFilesError(f"'{file}' must have a JSON header: {error}; fetch it again") from error
+    if not isinstance(header, dict):
+        raise PolicyFilesError(f"'{file}' must have a JSON object as header; it is a {type(header).__name__}; fetch it again")
+    header.pop("__metadata__", None)
+    entries = sorted(((name, _entry(file, name, value)) for name, value in header.items()), key=lambda item: item[1][2:])
     expected, end = 0, size - 8 - length
     for name, (_, _, begin, stop) in entries:
         if begin != expected:
@@ -162,6 +162,7 @@ def _entry(file: pathlib.Path, name: str, value: Any) -> tuple[np.dtype, tuple[i
     def count(number: Any) -> bool:
         return isinstance(number, int) and not isinstance(number, bool) and number >= 0
 
+    value = value if isinstance(value, dict) else {}
     shape, offsets = (value.get(key) for key in ("shape", "data_offsets"))
     if not (isinstance(shape, list) and all(map(count, shape)) and isinstance(offsets, list) and len(offsets) == 2 and all(map(count, offsets))):
         raise PolicyFilesError(f"'{file}': '{name}' must have a shape and two data_offsets; its header says {value}; fetch it again")

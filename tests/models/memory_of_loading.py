@@ -57,12 +57,16 @@ def main(checkpoint, param_dtype, export):
     largest = max(leaf.nbytes for leaf in jax.tree.leaves(params))
     with Peak() as exporting:
         export_policy(export, model, params, embedded_tokenizer(), shard_bytes=100 << 20)
-    print(json.dumps({
-        "shards": shards,
-        "largest": largest,
-        "loading": loading.peak - loading.before - shards,
-        "exporting": exporting.peak - exporting.before,
-    }))
+    print(
+        json.dumps(
+            {
+                "shards": shards,
+                "largest": largest,
+                "loading": loading.peak - loading.before - shards,
+                "exporting": exporting.peak - exporting.before,
+            }
+        )
+    )
 
 
 main(*sys.argv[1:])

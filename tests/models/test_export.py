@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import os
 
 import jax
 import jax.numpy as jnp
@@ -125,3 +126,57 @@ def test_export_of_foreign_parameters_is_refused_and_leaves_the_old(tmp_path):
     with pytest.raises(ValueError, match="vocabulary of 5"):
         export_policy(tmp_path / "policy", dataclasses.replace(model, vocab_size=5), params, TOKENIZER)
     assert load_policy(tmp_path / "policy")[0] == model
+
+
+def test_what_came_with_a_checkpoint_is_kept(tmp_path):
+    """The tokenizer's files byte for byte, the settings of generation, and of config.json what says nothing of the computation."""
+    model, params = policy(eos_ids=(1, 5))
+    export_policy(tmp_path / "source", model, params, TOKENIZER)
+    given = {"bos_token_id": 7, "eos_token_id": [5, 1], "pad_token_id": 3, "do_sample": True, "temperature": 0.7, "transformers_version": "4.43.1"}
+    (tmp_path / "source" / "generation_config.json").write_text(json.dumps(given))
+    config = json.loads((tmp_path / "source" / "config.json").read_text()) | {"bos_token_id": 7, "initializer_range": 0.04}
+    (tmp_path / "source" / "config.json").write_text(json.dumps(config))
+    files = {
+        "tokenizer.json": (tmp_path / "source" / "tokenizer.json").read_bytes() + b"\n\n",
+        "tokenizer_config.json": '{"eos_token": "<eos>",  "chat_template": "{{ messages }} é"}'.encode(),
+        "special_tokens_map.json": b'{"eos_token": "<eos>"}',
+        "chat_template.jinja": b"{{ messages }}\r\n",
+        "merges.txt": b"#version: 0.2",
+    }
+    for name, data in files.items():
+        (tmp_path / "source" / name).write_bytes(data)
+    (tmp_path / "source" / "README.md").write_text("about another policy")
+    for target in ("policy", "source"):  # into a new place, and over the source itself
+        export_policy(tmp_path / target, model, params, TOKENIZER, source=tmp_path / "source", generation={"temperature": 1.0})
+        for name, data in files.items():
+            assert (tmp_path / target / name).read_bytes() == data
+        assert json.loads((tmp_path / target / "generation_config.json").read_text()) == given | {"temperature": 1.0}
+        after = json.loads((tmp_path / target / "config.json").read_text())
+        assert (after["bos_token_id"], after["initializer_range"]) == (7, 0.04)
+        assert not (tmp_path / target / "README.md").exists()
+
+
+def test_a_failing_export_leaves_what_was_there(tmp_path, monkeypatch):
+    model, params = policy()
+    export_policy(tmp_path / "policy", model, params, TOKENIZER)
+    before = {file.name: file.read_bytes() for file in (tmp_path / "policy").iterdir()}
+
+    def full(*_):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr("areal_jax.models.export.write_tensors", full)
+    with pytest.raises(OSError, match="No space left"):
+        export_policy(tmp_path / "policy", model, jax.tree.map(lambda leaf: 2 * leaf, params), TOKENIZER)
+    monkeypatch.undo()
+    replace = os.replace
+
+    def once(source, target):
+        if target == tmp_path / "policy" and "new" in source.name:
+            raise OSError(13, "Permission denied")
+        replace(source, target)
+
+    monkeypatch.setattr(os, "replace", once)
+    with pytest.raises(OSError, match="Permission denied"):
+        export_policy(tmp_path / "policy", model, jax.tree.map(lambda leaf: 2 * leaf, params), TOKENIZER)
+    assert [p.name for p in tmp_path.iterdir()] == ["policy"]
+    assert {file.name: file.read_bytes() for file in (tmp_path / "policy").iterdir()} == before

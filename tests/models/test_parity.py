@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 
 from areal_jax.models.checkpoint import load_policy
+from areal_jax.models.config_json import read_model
 from areal_jax.models.export import export_policy
 from areal_jax.models.policy import packed_logits
 from areal_jax.models.tokenizer import embedded_tokenizer
@@ -132,3 +133,15 @@ def test_exported_types_and_spelling_of_older_versions(name, tmp_path):
     assert ours.keys() == theirs.keys() and again.dtype == torch.bfloat16
     for key, tensor in theirs.items():
         assert torch.equal(ours[key], tensor), key
+
+
+@pytest.mark.parametrize("name", POLICIES)
+def test_every_key_that_transformers_writes_is_understood(name, tmp_path):
+    """config.json with all defaults spelled out, as it writes it on demand."""
+    family, changes = POLICIES[name]
+    theirs_of(name, tmp_path)
+    short = read_model(tmp_path, "float32")
+    (tmp_path / "config.json").unlink()
+    full = getattr(transformers, family + "Config")(**SIZES | changes | {"architectures": [family + "ForCausalLM"]})
+    (tmp_path / "config.json").write_text(full.to_json_string(use_diff=False))
+    assert read_model(tmp_path, "float32") == short
