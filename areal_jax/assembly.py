@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import pathlib
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -22,6 +23,7 @@ from areal_jax.models.adapters import add
 from areal_jax.models.architecture import ModelConfig, lora_of, new_model
 from areal_jax.models.checkpoint import check_vocabulary, load_policy
 from areal_jax.models.config_json import read_model
+from areal_jax.models.export import export_policy
 from areal_jax.models.policy import init_params
 from areal_jax.models.sharding import param_specs
 from areal_jax.models.tokenizer import Tokenizer, embedded_tokenizer, load_tokenizer
@@ -109,6 +111,11 @@ def make_policy(config: Config, tokenizer: Tokenizer, mesh: Mesh | None = None, 
         return _adapted(config, model, params) if config.model.lora_rank else (model, params)
     model = new_model(config.model, tokenizer.vocab_size, tokenizer.eos_ids, tokenizer.pad_id)
     return model, init_params(model, jax.random.key(config.seed))
+
+
+def save_policy(config: Config, directory: pathlib.Path, model: ModelConfig, params: Any, tokenizer: Tokenizer) -> None:
+    """Exports a run's policy, with what came with the checkpoint that it started from."""
+    export_policy(directory, model, params, tokenizer, source=config.model.path or None, dtype=config.checkpoint.export_dtype)
 
 
 def _adapted(config: Config, model: ModelConfig, params: Any) -> tuple[ModelConfig, Any]:

@@ -181,6 +181,7 @@ FIELDS: dict[str, Any] = {
     "checkpoint": {
         "every_steps": F(20, "training steps between checkpoints; 0: only at the end", minimum=0),
         "keep": F(2, "checkpoints kept", minimum=1),
+        "export_dtype": F("parameters", "type of the exported policy: the trainer's parameters' own, or this", choices=("parameters", "float32", "bfloat16")),
     },
     "cluster": {
         "host_devices": F(2, "devices that a CPU host gives itself; no meaning on GPU or TPU", minimum=1),

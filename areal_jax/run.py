@@ -16,7 +16,7 @@ from typing import Any
 
 import psutil
 
-from areal_jax.assembly import evaluation_engine, make_driver, make_engine, make_evaluator, make_pusher, make_rewards
+from areal_jax.assembly import evaluation_engine, make_driver, make_engine, make_evaluator, make_pusher, make_rewards, save_policy
 from areal_jax.cluster.meshes import Meshes
 from areal_jax.config import Config
 from areal_jax.controller.controller import Controller
@@ -26,7 +26,6 @@ from areal_jax.controller.rollout import Rollout
 from areal_jax.data.stream import TrajectoryStream
 from areal_jax.data.task import Task, settle_lengths
 from areal_jax.models.architecture import ModelConfig
-from areal_jax.models.export import export_policy
 from areal_jax.models.tokenizer import Tokenizer
 from areal_jax.telemetry.compiles import CompileCounter
 from areal_jax.telemetry.journal import Journal
@@ -261,7 +260,7 @@ class Run:
 
     def export(self, directory: pathlib.Path) -> None:
         """Writes the policy in Hugging Face's layout."""
-        export_policy(directory, self.trainer.model, self.trainer.policy, self.tokenizer, source=self.config.model.path or None)
+        save_policy(self.config, directory, self.trainer.model, self.trainer.policy, self.tokenizer)
 
     def close(self) -> None:
         """Ends a running evaluation and the reward processes, and stops counting compilations."""

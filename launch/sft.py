@@ -23,10 +23,9 @@ def main(argv: list[str]) -> int:
         raise ConfigError(f"'{workdir}' holds a training run, whose policy a warm-up would replace; choose another by --workdir=DIR")
     open_workdir(workdir, config)
 
-    from areal_jax.assembly import evaluation_alone, load_problems, make_policy, start_devices
+    from areal_jax.assembly import evaluation_alone, load_problems, make_policy, save_policy, start_devices
     from areal_jax.cluster.signals import StopSignal
     from areal_jax.data.task import demonstrations
-    from areal_jax.models.export import export_policy
     from areal_jax.telemetry.live import LiveView
     from areal_jax.telemetry.metrics import MetricsWriter
     from areal_jax.trainer.warmup import Interrupted, warm_up
@@ -69,7 +68,7 @@ def main(argv: list[str]) -> int:
             if before is None or after is None:
                 live.message(f"{stop.reason}: stopped in an evaluation; the same command with --workdir={workdir} repeats it")
                 return stop.exit_code
-        export_policy(workdir / "policy", model, params, tokenizer, source=config.model.path or None)
+        save_policy(config, workdir / "policy", model, params, tokenizer)
         live.summary(
             {
                 "held-out accuracy before": f"{before['eval/accuracy']:.3f} ± {before['eval/confidence95']:.3f} ({before['eval/n']} problems)",

@@ -55,6 +55,7 @@ def main(argv: list[str]) -> int:
             warmed = time.monotonic()
             live.stage("compiling", 0)
             run = Run(config, tokenizer, task, model, meshes, params, files, live, lambda: stop.requested)
+            del params  # the trainer has its own, which its steps overwrite
             try:
                 if run.resumed is not None:
                     live.message(f"resumed at step {run.resumed}")

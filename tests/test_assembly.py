@@ -1,11 +1,15 @@
 """What the configuration says reaches the parts that it is about, and no others."""
 
+import jax
 import numpy as np
 import pytest
 
 from areal_jax.assembly import load_problems, make_driver, make_engine, make_policy, stop_ids
 from areal_jax.cluster.meshes import make_meshes
 from areal_jax.config import ConfigError, base_config, validate
+from areal_jax.models.architecture import ModelConfig
+from areal_jax.models.export import export_policy
+from areal_jax.models.policy import init_params
 from areal_jax.models.tokenizer import embedded_tokenizer
 from areal_jax.types import GenerationRequest, WeightUpdate
 
@@ -41,3 +45,30 @@ def test_a_stop_text_of_two_tokens_is_refused_before_the_problems_are_made():
     with pytest.raises(ConfigError, match=r"'rollout\.stop': .*'ab' is 2: 'a' 'b'"):
         load_problems(config_of(stop=("ab",)))
     assert stop_ids(config_of(), embedded_tokenizer()) == ()
+
+
+def test_a_checkpoint_of_fewer_positions_than_the_run_needs(tmp_path):
+    """Before devices exist; also the vocabulary, and what is wrong with the files."""
+    tokenizer = embedded_tokenizer()
+    model = ModelConfig("qwen2", tokenizer.vocab_size, layers=1, hidden_size=16, heads=2, kv_heads=1, head_dim=8, mlp_size=16, max_positions=64)
+    export_policy(tmp_path, model, init_params(model, jax.random.key(0)), tokenizer)
+
+    def problems(**changes):
+        config = config_of()
+        config.model.path = str(tmp_path)
+        config.task.update(max_prompt_tokens=24, train_problems=64)
+        config.rollout.update(changes)
+        return load_problems(validate(config))
+
+    longest = problems(max_new_tokens=40)[1].longest_prompt
+    problems(max_new_tokens=64 - longest)
+    with pytest.raises(
+        ConfigError, match=rf"prompt of {longest} tokens \+ 'rollout\.max_new_tokens' = {65 - longest} .* at most the 64 positions .* got 65; lower"
+    ):
+        problems(max_new_tokens=65 - longest)
+    (tmp_path / "config.json").write_text((tmp_path / "config.json").read_text().replace(f'"vocab_size": {tokenizer.vocab_size}', '"vocab_size": 100'))
+    with pytest.raises(ConfigError, match=r"'model\.path': .*vocabulary of 100"):
+        problems(max_new_tokens=40)
+    (tmp_path / "config.json").unlink()
+    with pytest.raises(ConfigError, match=r"'model\.path': .*config\.json' is not there"):
+        problems(max_new_tokens=40)

@@ -63,7 +63,7 @@ def export_policy(
       params: its parameters, on any mesh of this process; adapters are merged into their kernels.
       tokenizer: saved beside them when there is no ``source``.
       source: checkpoint that the policy was loaded from; its tokenizer files and its entries of generation_config.json are kept.
-      dtype: stored type, 'float32' or 'bfloat16'; None: the parameters' own.
+      dtype: stored type, 'float32' or 'bfloat16'; None or 'parameters': the parameters' own.
       generation: further entries of generation_config.json, such as the temperature.
       shard_bytes: most bytes of one *.safetensors file.
 
@@ -78,7 +78,7 @@ def export_policy(
         )
     model, params = merge(model, params)
     leaves = _checked_leaves(model, params)
-    dtype = dtype or str(leaves[0][1].dtype)
+    dtype = str(leaves[0][1].dtype) if dtype in (None, "parameters") else dtype
     origin = None if source is None else policy_directory(source)
     target = pathlib.Path(directory).absolute()
     fresh, old = (target.with_name(f".{target.name}.{word}-{os.getpid()}") for word in ("new", "old"))
