@@ -20,7 +20,7 @@ from areal_jax.config import Config, ConfigError, put
 from areal_jax.controller.evaluation import Evaluator
 from areal_jax.data.task import Task, load_task, settle_lengths
 from areal_jax.models.adapters import add
-from areal_jax.models.architecture import ModelConfig, lora_of, new_model
+from areal_jax.models.architecture import ModelConfig, adapted, new_model
 from areal_jax.models.checkpoint import check_vocabulary, load_policy
 from areal_jax.models.config_json import read_model
 from areal_jax.models.export import export_policy
@@ -108,7 +108,10 @@ def make_policy(config: Config, tokenizer: Tokenizer, mesh: Mesh | None = None, 
         except (OSError, ValueError) as error:
             raise ConfigError(f"'model.path': {error}") from error
         model = dataclasses.replace(model, eos_ids=tokenizer.eos_ids, pad_id=tokenizer.pad_id)
-        return _adapted(config, model, params) if config.model.lora_rank else (model, params)
+        if config.model.lora_rank:
+            model = adapted(model, config.model)
+            params = add(model, params, jax.random.key(config.seed))
+        return model, params
     model = new_model(config.model, tokenizer.vocab_size, tokenizer.eos_ids, tokenizer.pad_id)
     return model, init_params(model, jax.random.key(config.seed))
 
@@ -116,19 +119,6 @@ def make_policy(config: Config, tokenizer: Tokenizer, mesh: Mesh | None = None, 
 def save_policy(config: Config, directory: pathlib.Path, model: ModelConfig, params: Any, tokenizer: Tokenizer) -> None:
     """Exports a run's policy, with what came with the checkpoint that it started from."""
     export_policy(directory, model, params, tokenizer, source=config.model.path or None, dtype=config.checkpoint.export_dtype)
-
-
-def _adapted(config: Config, model: ModelConfig, params: Any) -> tuple[ModelConfig, Any]:
-    """A checkpoint's policy with fresh adapters."""
-    lora = lora_of(config.model)
-    on_experts = [name for name in config.model.lora_targets if name in ("gate", "up", "down")]
-    if model.experts and on_experts:
-        raise ConfigError(
-            f"'model.lora_targets' must not name layers of the experts: '{config.model.path}' is a mixture of experts, whose kernels have no adapters here; "
-            f"got {', '.join(on_experts)}; set --config.model.lora_targets=\"('query','key','value','output')\""
-        )
-    model = dataclasses.replace(model, lora=lora)
-    return model, add(model, params, jax.random.key(config.seed))
 
 
 def make_engine(config: Config, model: ModelConfig, meshes: Meshes, tokenizer: Tokenizer, longest: int, *, temperature: float | None = None) -> SamplerEngine:

@@ -8,6 +8,8 @@ from __future__ import annotations
 import dataclasses
 from typing import Any
 
+from areal_jax.config import ConfigError
+
 FAMILIES = ("qwen2", "qwen3", "llama", "qwen3_moe")
 
 
@@ -94,7 +96,7 @@ class ModelConfig:
 def new_model(section: Any, vocab_size: int, eos_ids: tuple[int, ...], pad_id: int) -> ModelConfig:
     """The architecture of a new policy from the ``model`` section of a run's configuration."""
     mixture = section.family == "qwen3_moe"
-    return ModelConfig(
+    model = ModelConfig(
         family=section.family,
         vocab_size=section.vocab_size or vocab_size,
         layers=section.layers,
@@ -112,10 +114,22 @@ def new_model(section: Any, vocab_size: int, eos_ids: tuple[int, ...], pad_id: i
         experts=section.experts if mixture else 0,
         experts_per_token=section.experts_per_token if mixture else 0,
         expert_mlp_size=section.expert_mlp_size if mixture else 0,
-        lora=lora_of(section),
     )
+    return adapted(model, section)
 
 
-def lora_of(section: Any) -> Lora | None:
-    """The adapters that the ``model`` section asks for; None for 'lora_rank' 0."""
-    return Lora(section.lora_rank, section.lora_alpha, tuple(section.lora_targets)) if section.lora_rank else None
+def adapted(model: ModelConfig, section: Any) -> ModelConfig:
+    """The architecture with the adapters that the ``model`` section asks for; none for 'lora_rank' 0.
+
+    Raises:
+      ConfigError: adapters are asked for on the layers of experts.
+    """
+    if not section.lora_rank:
+        return model
+    on_experts = [name for name in section.lora_targets if name in ("gate", "up", "down")]
+    if model.experts and on_experts:
+        raise ConfigError(
+            f"'model.lora_targets' must not name the layers of experts, which have no adapters here, and the policy is a mixture of them; "
+            f"got {', '.join(on_experts)}; set --config.model.lora_targets=\"('query','key','value','output')\""
+        )
+    return dataclasses.replace(model, lora=Lora(section.lora_rank, section.lora_alpha, tuple(section.lora_targets)))

@@ -18,7 +18,7 @@ import numpy as np
 from jax.sharding import AbstractMesh, AxisType
 
 from areal_jax.config import MESH_AXES, Config, ConfigError, divide_devices, parse_mesh, put
-from areal_jax.models.architecture import ModelConfig, lora_of, new_model
+from areal_jax.models.architecture import ModelConfig, adapted, new_model
 from areal_jax.models.config_json import read_model
 from areal_jax.models.policy import param_shapes
 from areal_jax.models.sharding import named_shardings, param_specs
@@ -119,7 +119,7 @@ class Setup:
 def planned_model(config: Config) -> ModelConfig:
     """The architecture: the checkpoint's where it is here, else that of the configuration's ``model`` section."""
     if config.model.path and os.path.isdir(config.model.path):
-        return dataclasses.replace(read_model(config.model.path, config.model.dtype), lora=lora_of(config.model))
+        return adapted(read_model(config.model.path, config.model.dtype), config.model)
     vocabulary = config.model.vocab_size
     if not vocabulary:
         if config.model.path:

@@ -9,9 +9,10 @@ import numpy as np
 import pytest
 
 from areal_jax.cluster.meshes import build_mesh
+from areal_jax.config import ConfigError, base_config
 from areal_jax.config_fields import LORA_TARGETS
 from areal_jax.models.adapters import add, fingerprint, join, merge, split
-from areal_jax.models.architecture import Lora, ModelConfig
+from areal_jax.models.architecture import Lora, ModelConfig, adapted
 from areal_jax.models.checkpoint import load_policy
 from areal_jax.models.export import export_policy
 from areal_jax.models.policy import init_params, packed_logits, param_shapes
@@ -91,7 +92,7 @@ def test_merged_policy_has_the_same_logits(tmp_path):
 def test_exported_policy_is_the_merged_one(tmp_path):
     tokenizer = embedded_tokenizer()
     model = dataclasses.replace(MODEL, vocab_size=max(64, tokenizer.vocab_size), eos_ids=tokenizer.eos_ids, pad_id=tokenizer.pad_id)
-    params = params_of(model)
+    params = jax.tree.map(jnp.asarray, params_of(model))
     export_policy(tmp_path / "policy", model, params, tokenizer)
     loaded, back = load_policy(tmp_path / "policy")
     assert loaded.lora is None
@@ -133,3 +134,15 @@ def test_checksum_knows_every_bit_and_no_mesh():
         tree = jax.tree.map(lambda leaf, other=other: other if leaf is kernel else leaf, frozen)
         assert fingerprint(tree) != whole
     assert fingerprint({}) == ""
+
+
+def test_experts_have_no_adapters():
+    section = base_config().model
+    section.lora_rank = 4
+    mixture = dataclasses.replace(PLAIN, family="qwen3_moe", experts=4, experts_per_token=2, expert_mlp_size=8)
+    with pytest.raises(ConfigError, match=r"'model\.lora_targets'.*got gate, up, down; set"):
+        adapted(mixture, section)
+    section.lora_targets = ("query", "value")
+    assert adapted(mixture, section).lora == Lora(4, 16.0, ("query", "value"))
+    section.lora_rank = 0
+    assert adapted(mixture, section) is mixture
