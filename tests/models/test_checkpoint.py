@@ -3,6 +3,7 @@
 import json
 import os
 import pathlib
+import socket
 import subprocess
 import sys
 
@@ -74,6 +75,28 @@ def test_each_byte_is_read_once_and_only_those_asked_for(tmp_path, monkeypatch):
     read_part(matrix, slice(7, 12), slice(4, 7), part)
     assert [count for _, count in read] == [12] * 5
     np.testing.assert_array_equal(part, load_file(matrix.file)[matrix.name][7:12, 4:7])
+
+
+def test_two_processes_read_each_their_own_shards(tmp_path):
+    saved(tmp_path / "policy", "qwen2")
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    program = [sys.executable, str(pathlib.Path(__file__).parent / "process_of_loading.py")]
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
+    processes = [
+        subprocess.Popen([*program, str(i), str(port), str(tmp_path / "policy")], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment)
+        for i in range(2)
+    ]
+    try:
+        for process in processes:
+            printed, errors = process.communicate(timeout=120)
+            assert process.returncode == 0, errors
+            counts = json.loads(printed)
+            assert counts["read"] == counts["shards"] < 0.55 * counts["whole"], "half, and the norms"
+    finally:
+        for process in processes:
+            process.kill()
 
 
 @pytest.mark.skipif(not pathlib.Path("/proc/self/statm").is_file(), reason="resident memory is read from /proc")
