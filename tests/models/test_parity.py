@@ -1,11 +1,14 @@
 """Checkpoints of ``transformers`` in, and ours out to ``transformers``: the same logits, for every family."""
 
+import dataclasses
 import json
 
 import jax
 import numpy as np
 import pytest
 
+from areal_jax.models.adapters import add
+from areal_jax.models.architecture import Lora
 from areal_jax.models.checkpoint import load_policy
 from areal_jax.models.config_json import read_model
 from areal_jax.models.export import export_policy
@@ -133,6 +136,20 @@ def test_exported_types_and_spelling_of_older_versions(name, tmp_path):
     assert ours.keys() == theirs.keys() and again.dtype == torch.bfloat16
     for key, tensor in theirs.items():
         assert torch.equal(ours[key], tensor), key
+
+
+def test_adapters_are_in_what_is_exported(tmp_path):
+    theirs_of("llama3 rope", tmp_path / "theirs")
+    base, params = load_policy(tmp_path / "theirs", dtype="float32")
+    model = dataclasses.replace(base, lora=Lora(2, 8.0, ("query", "output", "up")))
+    params = add(model, params, jax.random.key(0))
+    params = jax.tree_util.tree_map_with_path(lambda key, leaf: leaf + 0.1 if key[-1].key == "lora_b" else leaf, params)
+    export_policy(tmp_path / "ours", model, params, TOKENIZER, source=tmp_path / "theirs")
+    with_adapters = our_logits(model, params)
+    again = their_logits(transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "ours").eval())
+    assert np.abs(with_adapters - our_logits(*load_policy(tmp_path / "theirs", dtype="float32"))).max() > 0.1
+    assert np.abs(with_adapters - again).max() <= 1e-4
+    assert load_policy(tmp_path / "ours", dtype="float32")[0] == base
 
 
 @pytest.mark.parametrize("name", POLICIES)
