@@ -21,7 +21,7 @@ from areal_jax.models.architecture import ModelConfig
 from areal_jax.models.config_json import read_model
 from areal_jax.models.files import PolicyFilesError, policy_directory, read_json
 from areal_jax.models.policy import Params, param_shapes
-from areal_jax.models.safetensors_file import StoredTensor, read_header, read_part
+from areal_jax.models.safetensors_file import Part, StoredTensor, read_header, read_parts
 from areal_jax.models.sharding import named_shardings, param_specs
 from areal_jax.models.stored_names import STORED_NAMES, Stored, stored
 from areal_jax.models.tokenizer import Tokenizer
@@ -173,25 +173,29 @@ def _derived(name: str, model: ModelConfig) -> bool:
 
 def _load_leaf(source: tuple[Stored, list[StoredTensor]], shape: tuple[int, ...], dtype: np.dtype, sharding: Any) -> jax.Array:
     """One parameter on its devices; its host copies are gone on return."""
-    parts: dict[Any, np.ndarray] = {}
 
-    def read(index: Any) -> np.ndarray:
-        bounds = tuple(slice(*part.indices(size)[:2]) for part, size in zip(index, shape, strict=True))
-        key = tuple((part.start, part.stop) for part in bounds)
-        if key not in parts:  # once, for all devices that have the same shard
-            parts[key] = _read_shard(source, bounds, dtype)
-        return parts[key]
+    def bounds(index: Any) -> tuple[tuple[int, int], ...]:
+        return tuple(part.indices(size)[:2] for part, size in zip(index, shape, strict=True))
 
-    return jax.block_until_ready(jax.make_array_from_callback(shape, sharding, read, dtype=dtype))
+    # Before the devices ask one by one: replicas share a reading, and so do shards that lie side by side in the file.
+    shards = _read_shards(source, {bounds(index) for index in sharding.addressable_devices_indices_map(shape).values()}, dtype)
+    return jax.block_until_ready(jax.make_array_from_callback(shape, sharding, lambda index: shards[bounds(index)], dtype=dtype))
 
 
-def _read_shard(source: tuple[Stored, list[StoredTensor]], bounds: tuple[slice, ...], dtype: np.dtype) -> np.ndarray:
+def _read_shards(source: tuple[Stored, list[StoredTensor]], wanted: set[tuple[tuple[int, int], ...]], dtype: np.dtype) -> dict[Any, np.ndarray]:
+    """The shards at ``wanted`` (start and stop on each axis), in the orientation of the parameter."""
     how, tensors = source
-    chosen, inner = (tensors[bounds[0]], bounds[1:]) if how.stacked else (tensors, bounds)
-    rows, columns = (*(inner[::-1] if how.transposed else inner), slice(0, 1))[:2]
-    target = np.empty((len(chosen), rows.stop - rows.start, columns.stop - columns.start), dtype)
-    for tensor, part in zip(chosen, target, strict=True):
-        read_part(tensor, rows, columns, part)
-    shard = target.swapaxes(1, 2) if how.transposed else target
-    shard = shard if how.stacked else shard[0]
-    return shard[:, 0] if len(inner) == 1 else shard
+    shards: dict[Any, np.ndarray] = {}
+    parts: list[list[Part]] = [[] for _ in tensors]
+    for place in wanted:
+        (first, last), inner = (place[0], place[1:]) if how.stacked else ((0, 1), place)
+        rows, columns = (*(slice(*ends) for ends in (inner[::-1] if how.transposed else inner)), slice(0, 1))[:2]
+        target = np.empty((last - first, rows.stop - rows.start, columns.stop - columns.start), dtype)
+        for number in range(first, last):
+            parts[number].append((rows, columns, target[number - first]))
+        shard = target.swapaxes(1, 2) if how.transposed else target
+        shard = shard if how.stacked else shard[0]
+        shards[place] = shard[:, 0] if len(inner) == 1 else shard
+    for tensor, pieces in zip(tensors, parts, strict=True):
+        read_parts(tensor, pieces)
+    return shards

@@ -15,7 +15,7 @@ import json
 import math
 import os
 import pathlib
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -31,6 +31,10 @@ HEADER_LIMIT = 100 << 20
 
 BLOCK = 4 << 20
 """Bytes that are read, cast or written together."""
+
+
+Part = tuple[slice, slice, np.ndarray]
+"""(rows, columns, where they go)"""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -93,40 +97,52 @@ def read_header(file: pathlib.Path) -> dict[str, StoredTensor]:
     return {name: StoredTensor(file, name, dtype, shape, 8 + length + begin) for name, (dtype, shape, begin, _) in entries}
 
 
-def read_part(tensor: StoredTensor, rows: slice, columns: slice, target: np.ndarray) -> None:
-    """Reads ``tensor[rows, columns]`` into ``target``, cast to its type.
+def read_parts(tensor: StoredTensor, parts: Sequence[Part]) -> None:
+    """Reads parts of a tensor, each into its target and cast to the target's type; those that lie side by side are read together.
 
     Args:
       tensor: a matrix [m, n], or a vector [m], which is taken as [m, 1].
-      rows, columns: with start and stop, step 1.
-      target: C-contiguous [rows, columns].
+      parts: disjoint; (rows, columns, target), slices with start and stop and a C-contiguous array [rows, columns].
 
     Raises:
       PolicyFilesError: the file has become shorter, or cannot be read.
     """
-    width = math.prod(tensor.shape[1:])
-    size = tensor.dtype.itemsize
-    whole, same = columns.stop - columns.start == width, target.dtype == tensor.dtype
-    step = max(1, BLOCK // max(1, target.shape[1] * size))
-    buffer = np.empty((0 if same else min(step, target.shape[0]), target.shape[1]), tensor.dtype)
+    runs: list[list[Part]] = []
+    for part in sorted(parts, key=lambda part: (part[0].start, part[0].stop, part[1].start)):
+        if runs and runs[-1][-1][0] == part[0] and runs[-1][-1][1].stop == part[1].start:
+            runs[-1].append(part)
+        else:
+            runs.append([part])
     try:
         descriptor = os.open(tensor.file, os.O_RDONLY | getattr(os, "O_CLOEXEC", 0))
         try:
-            for first in range(0, target.shape[0], step):
-                block = target[first : first + step]
-                read = block if same else buffer[: block.shape[0]]
-                offset = tensor.offset + ((rows.start + first) * width + columns.start) * size
-                if whole:
-                    _read_exactly(descriptor, tensor, read, offset)
-                else:
-                    for index, row in enumerate(read):
-                        _read_exactly(descriptor, tensor, row, offset + index * width * size)
-                if not same:
-                    block[...] = read
+            for run in runs:
+                _read_run(descriptor, tensor, run)
         finally:
             os.close(descriptor)
     except OSError as error:
         raise PolicyFilesError(f"'{tensor.file}': '{tensor.name}' cannot be read: {error}; check the disk, or fetch it again") from error
+
+
+def _read_run(descriptor: int, tensor: StoredTensor, run: Sequence[Part]) -> None:
+    """Parts of the same rows and of columns that follow each other, block by block."""
+    (rows, columns, target), size = run[0], tensor.dtype.itemsize
+    first, width, stored_width = columns.start, run[-1][1].stop - columns.start, math.prod(tensor.shape[1:])
+    direct = len(run) == 1 and target.dtype == tensor.dtype
+    step = max(1, BLOCK // max(1, width * size))
+    buffer = np.empty((0 if direct else min(step, rows.stop - rows.start), width), tensor.dtype)
+    for start in range(0, rows.stop - rows.start, step):
+        stop = min(start + step, rows.stop - rows.start)
+        block = target[start:stop] if direct else buffer[: stop - start]
+        offset = tensor.offset + ((rows.start + start) * stored_width + first) * size
+        if width == stored_width:
+            _read_exactly(descriptor, tensor, block, offset)
+        else:
+            for index, row in enumerate(block):
+                _read_exactly(descriptor, tensor, row, offset + index * stored_width * size)
+        if not direct:
+            for _, columns, target in run:
+                target[start:stop] = block[:, columns.start - first : columns.stop - first]
 
 
 def write_tensors(file: pathlib.Path, shapes: Mapping[str, tuple[int, ...]], dtype: np.dtype, arrays: Iterable[np.ndarray]) -> None:

@@ -19,7 +19,7 @@ from areal_jax.models.checkpoint import load_policy
 from areal_jax.models.config_json import config_json, read_model
 from areal_jax.models.export import export_policy
 from areal_jax.models.policy import init_params, param_shapes
-from areal_jax.models.safetensors_file import read_header, read_part
+from areal_jax.models.safetensors_file import read_header, read_parts
 from areal_jax.models.sharding import named_shardings, param_specs
 from areal_jax.models.tokenizer import embedded_tokenizer
 
@@ -71,10 +71,13 @@ def test_each_byte_is_read_once_and_only_those_asked_for(tmp_path, monkeypatch):
     assert sum(count for _, count in read) == sum(np.prod(tensor.shape) * 4 for tensor in tensors), "replicas of a shard share its reading"
     read.clear()
     matrix = next(tensor for tensor in tensors if tensor.name.endswith("q_proj.weight"))
-    part = np.empty((5, 3), np.float32)
-    read_part(matrix, slice(7, 12), slice(4, 7), part)
-    assert [count for _, count in read] == [12] * 5
-    np.testing.assert_array_equal(part, load_file(matrix.file)[matrix.name][7:12, 4:7])
+    parts = [np.empty((5, width), "bfloat16") for width in (2, 3, 1)]
+    rows = slice(7, 12)
+    read_parts(matrix, [(rows, slice(4, 6), parts[0]), (rows, slice(9, 12), parts[1]), (rows, slice(6, 7), parts[2])])
+    assert [count for _, count in read] == [12] * 10, "two of the parts lie side by side"
+    stored = load_file(matrix.file)[matrix.name][rows].astype("bfloat16")
+    for part, columns in zip(parts, (slice(4, 6), slice(9, 12), slice(6, 7)), strict=True):
+        np.testing.assert_array_equal(part, stored[:, columns])
 
 
 def test_two_processes_read_each_their_own_shards(tmp_path):
