@@ -12,6 +12,7 @@ Invariants:
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import jax
@@ -19,8 +20,10 @@ import jax.numpy as jnp
 from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
+from areal_jax.config import ConfigError
 from areal_jax.models.axes import divided, fitting, logical_to_mesh, names_of
 from areal_jax.models.blockwise import MASKED, blockwise_attention
+from areal_jax.models.kernels import obstacle, splash_attention, splash_kernel, tokamax_attention
 from areal_jax.models.layers import precision
 
 PLAIN_LENGTH = 1024
@@ -34,35 +37,72 @@ def packed_attention(query: jax.Array, key: jax.Array, value: jax.Array, segment
       query: [rows, length, heads, head_dim].
       key, value: [rows, length, kv_heads, head_dim].
       segment_ids: int [rows, length]; 0 is padding.
-      backend: 'plain' (scores materialised), 'blockwise' (memory linear in length) or 'auto'.
+      backend: 'plain' (scores materialised), 'blockwise' (memory linear in length), 'kernel' (the accelerator's) or 'auto'.
       mesh: that the arrays lie on; None: one device, or as the compiler divides it.
 
     Returns:
       [rows, length, heads, head_dim].
+
+    Raises:
+      ConfigError: 'kernel' where there is none.
     """
-    if backend == "auto":
-        backend = "plain" if query.shape[1] <= PLAIN_LENGTH else "blockwise"
-    compute = {"plain": plain_attention, "blockwise": blockwise_attention}[backend]
-    if mesh is None or not divided(mesh):
-        return compute(query, key, value, segment_starts(segment_ids), 0)
-    spec = fitting(mesh, logical_to_mesh("batch", "length", "heads", None), query.shape)
-    rows, context, heads = (names_of(part) for part in spec[:3])
-    whole_heads = fitting(mesh, P(None, None, heads or None, None), key.shape)[2]
-    keys = P(spec[0], spec[1], whole_heads, None)
+    length, whole = query.shape[1], mesh is None or not divided(mesh)
+    spec = P() if mesh is None else fitting(mesh, logical_to_mesh("batch", "length", "heads", None), query.shape)
+    rows, context, heads = ((), (), ()) if mesh is None or whole else (names_of(part) for part in spec[:3])
+    own_heads = query.shape[2] // math.prod(mesh.shape[name] for name in heads) if mesh is not None else query.shape[2]
+    own_length = length // math.prod(mesh.shape[name] for name in context) if mesh is not None else length
+    platform = _platform(mesh)
+    backend = chosen_backend(backend, platform, length, own_length, query.dtype)
+    splash = backend == "kernel" and platform == "tpu"
+    kernel, kernel_spec = splash_kernel(own_heads, length, None if whole else mesh, context[0] if context else None) if splash else ((), ())
 
-    def local(query: jax.Array, key: jax.Array, value: jax.Array, segment_ids: jax.Array) -> jax.Array:
-        length = query.shape[1]
-        offset = 0
-        starts = segment_starts(segment_ids)
+    def attend(kernel: Any, query: jax.Array, key: jax.Array, value: jax.Array, segment_ids: jax.Array, offset: Any) -> jax.Array:
+        def mine(x: jax.Array) -> jax.Array:
+            return jax.lax.dynamic_slice_in_dim(x, offset, own_length, axis=1) if context else x
+
+        if splash:
+            return splash_attention(kernel, query, key, value, mine(segment_ids), segment_ids)
+        compute = {"plain": plain_attention, "blockwise": blockwise_attention, "kernel": tokamax_attention}[backend]
+        return compute(query, key, value, mine(segment_starts(segment_ids)), offset)
+
+    if mesh is None or whole:
+        return attend(kernel, query, key, value, segment_ids, 0)
+    by_key_head = fitting(mesh, P(None, None, heads or None, None), key.shape)[2]
+
+    def local(kernel: Any, query: jax.Array, key: jax.Array, value: jax.Array, segment_ids: jax.Array) -> jax.Array:
         if context:
-            offset = jax.lax.axis_index(context) * length
-            starts = jax.lax.dynamic_slice_in_dim(starts, offset, length, axis=1)
             key, value = (jax.lax.all_gather(x, context, axis=1, tiled=True) for x in (key, value))
-        if heads and not names_of(whole_heads):
-            key, value = (_own_heads(x, query.shape[2], heads) for x in (key, value))
-        return compute(query, key, value, starts, offset)
+        if heads and not names_of(by_key_head):
+            key, value = (_own_heads(x, own_heads, heads) for x in (key, value))
+        return attend(kernel, query, key, value, segment_ids, jax.lax.axis_index(context) * own_length if context else 0)
 
-    return jax.shard_map(local, mesh=mesh, in_specs=(spec, keys, keys, P(rows or None, None)), out_specs=spec, check_vma=False)(query, key, value, segment_ids)
+    keys = P(spec[0], spec[1], by_key_head, None)
+    specs = (kernel_spec, spec, keys, keys, P(rows or None, None))
+    return jax.shard_map(local, mesh=mesh, in_specs=specs, out_specs=spec, check_vma=False)(kernel, query, key, value, segment_ids)
+
+
+def _platform(mesh: Mesh | None) -> str:
+    return jax.default_backend() if mesh is None else mesh.devices.flat[0].platform
+
+
+def chosen_backend(backend: str, platform: str, length: int, own_length: int, dtype: Any) -> str:
+    """What 'auto' stands for: the platform's kernel, else 'plain' for rows of up to ``PLAIN_LENGTH`` positions and 'blockwise' for longer ones.
+
+    Args:
+      backend: as asked for.
+      platform: of the devices.
+      length: of a row; ``own_length`` of it are on a device.
+      dtype: compute type.
+
+    Raises:
+      ConfigError: 'kernel' is asked for where there is none.
+    """
+    if backend in ("plain", "blockwise"):
+        return backend
+    reason = obstacle(platform, own_length, dtype)
+    if backend == "kernel" and reason:
+        raise ConfigError(f"'model.attention=kernel' needs a kernel: {reason}; set model.attention=auto")
+    return "plain" if reason and length <= PLAIN_LENGTH else "blockwise" if reason else "kernel"
 
 
 def _own_heads(x: jax.Array, heads: int, axis: tuple[str, ...]) -> jax.Array:
