@@ -98,9 +98,39 @@ def packed_logprobs(
       (log-probs, entropy), float32 [rows, length]; meaningless where a segment has no next token.
     """
     policy = bind(model, params)
-    x, tables = policy.embedded(tokens, positions)
+    if settings.mesh is not None and divided(settings.mesh):
+        x, tables = embedded(settings.mesh, policy.embedding[...], tokens, model.dtype), policy.rotary(positions)
+    else:
+        x, tables = policy.embedded(tokens, positions)
     x = _run_blocks(model, params["layers"], x, tables, segment_ids, settings)
     return token_scores(policy.final_norm(x), policy.head, targets, temperature, settings.chunk, settings.mesh)
+
+
+def embedded(mesh: Mesh, embedding: jax.Array, tokens: jax.Array, dtype: str) -> jax.Array:
+    """embedding[tokens], [rows, length, hidden] in ``dtype``, where only rows that are looked up travel between devices.
+
+    A device looks up its columns for the tokens of all devices of its fsdp group, and exchanges them for all columns of its own tokens; where the
+    vocabulary is divided the parts, zero but on one device, are summed.
+    """
+    table = fitting(mesh, logical_to_mesh("vocab", "hidden"), embedding.shape)
+    rows = fitting(mesh, logical_to_mesh("batch", "length"), tokens.shape)
+    vocabulary, hidden = (names_of(part) for part in table)
+    exchanged = bool(hidden) and set(hidden) <= set(names_of(rows[0]))
+
+    def local(table: jax.Array, tokens: jax.Array) -> jax.Array:
+        if exchanged:
+            tokens = jax.lax.all_gather(tokens, hidden, axis=0, tiled=True)
+        if vocabulary:
+            tokens = tokens - jax.lax.axis_index(vocabulary) * table.shape[0]
+        here = (tokens >= 0) & (tokens < table.shape[0])
+        x = jnp.where(here[..., None], table[jnp.clip(tokens, 0, table.shape[0] - 1)], 0).astype(dtype)
+        if exchanged:
+            x = jax.lax.all_to_all(x, hidden, split_axis=0, concat_axis=2, tiled=True)
+        elif hidden:
+            x = jax.lax.all_gather(x, hidden, axis=2, tiled=True)
+        return jax.lax.psum(x, vocabulary) if vocabulary else x
+
+    return jax.shard_map(local, mesh=mesh, in_specs=(table, rows), out_specs=P(*rows, None), check_vma=False)(embedding, tokens)
 
 
 @functools.cache

@@ -82,7 +82,10 @@ def splash_attention(kernel: Any, query: jax.Array, key: jax.Array, value: jax.A
 def tokamax_attention(query: jax.Array, key: jax.Array, value: jax.Array, starts: jax.Array, offset: Any) -> jax.Array:
     """``blockwise_attention`` by tokamax: causal, within a window a query."""
     import tokamax
+    from absl import flags
 
+    if not flags.FLAGS.is_parsed():
+        flags.FLAGS.mark_as_parsed()  # else tokamax reads its options from this program's command line, and refuses ours
     rows, queries, *rest = query.shape
     keys = key.shape[1]
     before = offset + jnp.arange(queries) - starts

@@ -37,8 +37,11 @@ class Policy(nnx.Module):
 
     def embedded(self, tokens: jax.Array, positions: jax.Array) -> tuple[jax.Array, tuple[jax.Array, jax.Array]]:
         """The residual stream [..., hidden_size] before the first block, and the rotary tables."""
-        tables = rotary_tables(positions, self.model.head_dim, self.model.rope_theta, self.model.rope_scaling)
-        return self.embedding[...][tokens].astype(self.model.dtype), tables
+        return self.embedding[...][tokens].astype(self.model.dtype), self.rotary(positions)
+
+    def rotary(self, positions: jax.Array) -> tuple[jax.Array, jax.Array]:
+        """The rotary tables of positions."""
+        return rotary_tables(positions, self.model.head_dim, self.model.rope_theta, self.model.rope_scaling)
 
     def hidden(self, tokens: jax.Array, positions: jax.Array, attend: Attend, mesh: Mesh | None = None) -> jax.Array:
         """Final hidden states [..., hidden_size] of tokens and positions [...]; ``mesh``: see ``Block``."""

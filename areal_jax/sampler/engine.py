@@ -244,7 +244,7 @@ class SamplerEngine(jetstream.Engine):
         def attend(_: int, query: jax.Array, key: jax.Array, value: jax.Array) -> jax.Array:
             keys.append(key.transpose(0, 2, 3, 1))
             values.append(value.transpose(0, 2, 1, 3))
-            return packed_attention(query, key, value, segments)
+            return packed_attention(query, key, value, segments, mesh=self._mesh)
 
         policy.hidden(sequences, jnp.broadcast_to(jnp.arange(sequences.shape[1]), sequences.shape), attend, self._mesh)
         return keys, values

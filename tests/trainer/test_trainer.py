@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from areal_jax.config import put
 from areal_jax.models.policy import packed_logits
 from areal_jax.trainer.build import advantages_of, batch_metrics, rewards_of
 from areal_jax.trainer.packing import split_groups
@@ -116,15 +117,41 @@ def test_a_step_is_equation_5_with_the_proximal_policy_of_before_the_step(traine
     assert metrics["update/skipped_nonfinite"] == 0 and metrics["approx_kl"] > 0
 
 
-@pytest.mark.parametrize(("shape", "rows", "tokens"), [({}, 1, 60), ({"data": 2, "fsdp": 2, "tensor": 2}, 4, 24)], ids=["other-packing", "data-fsdp-tensor"])
-def test_packing_and_sharding_do_not_change_the_update(trainer, model, params, batch_of, mesh_of, config, shape, rows, tokens):
+DIVISIONS = {
+    "other packing": ({}, 1, 60, {}),
+    "data fsdp tensor": ({"data": 2, "fsdp": 2, "tensor": 2}, 4, 24, {"trainer.remat": "dots", "trainer.logprob_chunk": 5}),
+    "fsdp context tensor": ({"fsdp": 2, "context": 2, "tensor": 2}, 4, 24, {"trainer.remat": "full", "model.scan_layers": True}),
+    "context tensor": ({"context": 2, "tensor": 4}, 1, 60, {"model.attention": "blockwise"}),
+}
+
+
+@pytest.mark.parametrize(("shape", "rows", "tokens", "options"), DIVISIONS.values(), ids=DIVISIONS)
+def test_packing_and_sharding_do_not_change_the_update(trainer, model, params, batch_of, mesh_of, config, shape, rows, tokens, options):
     batch = batch_of(groups=4, samples=3, seed=2)
     trainer.step(trainer.build(batch))
     config = plain_gradient(config)
     config.trainer.micro_batch_rows, config.trainer.micro_batch_tokens = rows, tokens
+    for key, value in options.items():
+        put(config, key, value)
     other = Trainer(config, model, mesh_of(**shape), params)
     other.step(other.build(batch))
     assert_trees_close(jax.device_get(other.params), jax.device_get(trainer.params), params)
+    for moment in (other.state.opt_state[0].mu, other.state.opt_state[0].nu):
+        assert jax.tree.map(lambda leaf: leaf.sharding, moment) == jax.tree.map(lambda leaf: leaf.sharding, other.params)
+
+
+def test_bfloat16_compute_with_float32_parameters(trainer, model, params, batch_of, mesh_of, config):
+    batch = batch_of(groups=4, samples=3, seed=2)
+    trainer.step(trainer.build(batch))
+    config = plain_gradient(config)
+    half = Trainer(config, dataclasses.replace(model, dtype="bfloat16"), mesh_of(fsdp=2, context=2), params)
+    half.step(half.build(batch))
+    assert {leaf.dtype for leaf in jax.tree.leaves(half.state.params)} == {jnp.dtype("float32")}
+    exact, rough = (
+        np.concatenate([np.ravel(new - old) for new, old in zip(jax.tree.leaves(jax.device_get(t.params)), jax.tree.leaves(params), strict=True)])
+        for t in (trainer, half)
+    )
+    assert np.isfinite(rough).all() and 1e-4 < np.linalg.norm(rough - exact) / np.linalg.norm(exact) < 0.05
 
 
 def test_order_of_groups_and_samples_does_not_change_the_update(trainer, params, batch_of):
