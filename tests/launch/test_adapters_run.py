@@ -72,6 +72,21 @@ def test_other_weights_under_the_adapters_are_refused(adapted, settings, warm, t
     assert "weights they were trained on" in errors
 
 
+def test_adapters_from_warm_up_to_training(settings, warm, tmp_path):
+    """launch/sft.py learns adapters, and launch/train.py in the same directory goes on from them."""
+    workdir = tmp_path / "run"
+    run("sft", workdir, *settings, "sft.steps=4")
+    base, learnt = (load_file(folder / "policy" / "model.safetensors") for folder in (warm, workdir))
+    run("train", workdir, *settings, "sft.steps=4", "trainer.steps=2")
+    _, metrics = check_history(workdir, 2)
+    assert all(row["engine_gap/max"] is None or row["engine_gap/max"] <= 1e-4 for row in metrics)
+    trained = load_file(workdir / "policy" / "model.safetensors")
+    name = "model.layers.0.mlp.up_proj.weight"
+    for earlier, later in ((base, learnt), (learnt, trained)):
+        assert np.abs(later[name] - earlier[name]).max() > 1e-4 and np.array_equal(later["model.norm.weight"], base["model.norm.weight"])
+    assert np.linalg.matrix_rank((trained[name] - base[name]).astype(np.float64), tol=1e-5) <= RANK
+
+
 def test_mixture_of_experts_trains(tmp_path, cache):
     sizes = ("model.family=qwen3_moe", "model.experts=4", "model.experts_per_token=2", "model.expert_mlp_size=16")
     run("train", tmp_path / "mixture", cache, VERIFIER, *sizes, "trainer.steps=2", "eval.every_steps=0")
