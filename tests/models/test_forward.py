@@ -9,7 +9,7 @@ import pytest
 from jax.sharding import NamedSharding
 
 from areal_jax.cluster.meshes import build_mesh
-from areal_jax.models.architecture import ModelConfig
+from areal_jax.models.architecture import Lora, ModelConfig
 from areal_jax.models.forward import ForwardSettings, packed_logprobs
 from areal_jax.models.policy import packed_logits, param_shapes
 from areal_jax.models.sharding import logical_to_mesh, named_shardings, param_specs
@@ -81,6 +81,9 @@ def assert_same(ours, theirs, tolerance=1e-5):
         np.testing.assert_allclose(leaf, want, rtol=0, atol=tolerance * size, err_msg=jax.tree_util.keystr(path))
 
 
+MIXTURE = model_of("qwen3_moe", experts=4, experts_per_token=2, expert_mlp_size=16)
+ADAPTED = model_of(lora=Lora(3, 6.0, ("query", "value", "output", "up", "down")))
+
 VARIANTS = {
     "scan": (model_of(), ForwardSettings(scan=True)),
     "scan remat": (model_of("qwen3", tie_embeddings=True), ForwardSettings(scan=True, remat="full")),
@@ -88,7 +91,8 @@ VARIANTS = {
     "unrolled dots": (model_of(), ForwardSettings(remat="dots")),
     "unrolled remat": (model_of(), ForwardSettings(remat="full")),
     "chunks": (model_of(), ForwardSettings(chunk=7)),
-    "mixture": (model_of("qwen3_moe", experts=4, experts_per_token=2, expert_mlp_size=16), ForwardSettings(scan=True, remat="dots", chunk=50)),
+    "mixture": (MIXTURE, ForwardSettings(scan=True, remat="dots", chunk=50)),
+    "adapters": (ADAPTED, ForwardSettings(scan=True, remat="dots")),
 }
 
 
@@ -123,4 +127,13 @@ def test_how_it_is_divided_does_not_matter(name):
     params = params_of(model)
     mesh = build_mesh(jax.devices()[: math.prod(axes.values())], **axes)
     ours = value_and_gradient(model, ForwardSettings(**options, mesh=mesh))(*placed(mesh, model, params, rows))
+    assert_same(ours, reference(model, params, *rows))
+
+
+@pytest.mark.parametrize("remat", ["none", "dots"])
+@pytest.mark.parametrize("model", [MIXTURE, ADAPTED], ids=["mixture", "adapters"])
+def test_mixture_and_adapters_are_divided_too(model, remat):
+    params, rows = params_of(model), packed_rows()
+    mesh = build_mesh(jax.devices(), fsdp=2, context=2, tensor=2)
+    ours = value_and_gradient(model, ForwardSettings(scan=remat == "dots", remat=remat, mesh=mesh))(*placed(mesh, model, params, rows))
     assert_same(ours, reference(model, params, *rows))
