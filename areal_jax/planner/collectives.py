@@ -24,6 +24,7 @@ _CALLED = re.compile(r"(?:calls|to_apply|body|condition|true_computation|false_c
 _TRIPS = re.compile(r'"known_trip_count":\{"n":"(\d+)"\}')
 _IOTA = re.compile(r"replica_groups=\[([0-9,]+)\]<=\[([0-9,]+)\](?:T\(([0-9,]+)\))?")
 _LISTED = re.compile(r"replica_groups=\{\{([0-9,]*)\}")
+_MESH = re.compile(r"replica_groups=mesh\[([^\]]*)\](?:, device_ids=\(\[([0-9,]+)\](?:T\(([0-9,]+)\))?\))? \{([^}]*)\}")
 _PAIRS = re.compile(r"source_target_pairs=\{\{(\d+),(\d+)\}")
 
 
@@ -119,16 +120,38 @@ def _bytes(shape: str, started: bool, kind: str) -> float:
 
 
 def _group(line: str) -> tuple[int, ...]:
-    iota = _IOTA.search(line)
+    """The first group of devices of a collective, from any of HLO's notations."""
+    iota, listed, mesh, pairs = (pattern.search(line) for pattern in (_IOTA, _LISTED, _MESH, _PAIRS))
     if iota:
-        sizes, dims = ([int(d) for d in iota[i].split(",")] for i in (1, 2))
-        order = [int(d) for d in iota[3].split(",")] if iota[3] else list(range(len(dims)))
-        return tuple(int(i) for i in np.arange(math.prod(dims)).reshape(dims).transpose(order).reshape(sizes)[0])
-    listed = _LISTED.search(line)
+        return tuple(int(i) for i in _ordered(iota[2], iota[3]).reshape(_numbers(iota[1]))[0])
     if listed:
-        return tuple(int(i) for i in listed[1].split(",") if i)
-    pairs = _PAIRS.search(line)
+        return tuple(_numbers(listed[1]))
+    if mesh:
+        return _mesh_group(dict(re.findall(r"'(\w+)'=(\d+)", mesh[1])), mesh[2], mesh[3], mesh[4])
     return (int(pairs[1]), int(pairs[2])) if pairs else ()
+
+
+def _mesh_group(sizes: dict[str, str], dims: str | None, order: str | None, named: str) -> tuple[int, ...]:
+    """Of a mesh notation: mesh['a'=2,'b'=4], device_ids=([4,2]T(1,0)) {'b'}, where 'b':(2)2 is the part of size 2 of b that has 2 parts before it."""
+    devices = _ordered(dims or ",".join(sizes.values()), order).reshape([int(size) for size in sizes.values()])
+    places = []
+    parts = {name: (int(before or 1), int(size or sizes[name])) for name, before, size in re.findall(r"'(\w+)'(?::\((\d+)\)(\d+))?", named)}
+    for name, size in sizes.items():
+        before, part = parts.get(name, (1, 1))
+        after = int(size) // (before * part)
+        places.append(np.arange(part) * after)
+    return tuple(int(i) for i in devices[np.ix_(*places)].ravel())
+
+
+def _numbers(text: str) -> list[int]:
+    return [int(part) for part in text.split(",") if part]
+
+
+def _ordered(dims: str, order: str | None) -> np.ndarray:
+    """The devices, counted up over ``dims`` and then transposed."""
+    sizes = _numbers(dims)
+    devices = np.arange(math.prod(sizes)).reshape(sizes)
+    return devices.transpose(_numbers(order)) if order else devices
 
 
 def _sent(kind: str, size: float, members: int) -> float:

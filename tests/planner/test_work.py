@@ -131,6 +131,23 @@ ENTRY %main (p: f32[4]) -> f32[4] {
 """
 
 
+MESHES = {
+    "mesh['axis_0'=1,'axis_1'=2,'axis_2'=1,'axis_3'=2], device_ids=([2,2]T(1,0)) {'axis_1'}": (0, 1),
+    "mesh['axis_0'=1,'axis_1'=1,'axis_2'=2,'axis_3'=2], device_ids=([2,2]T(1,0)) {'axis_3'}": (0, 2),
+    "mesh['a'=2,'b'=4] {'a','b'}": (0, 1, 2, 3, 4, 5, 6, 7),
+    "mesh['a'=2,'b'=4] {'b':(2)2}": (0, 1),
+    "mesh['a'=2,'b'=4] {'b':(1)2}": (0, 2),
+}
+
+
+@pytest.mark.parametrize("notation", MESHES)
+def test_groups_of_the_mesh_notation(notation):
+    line = f"  ROOT %g = f32[64]{{0}} all-gather(f32[16]{{0}} %x), channel_id=3, replica_groups={notation}, dimensions={{0}}, use_global_device_ids=true"
+    (found,) = read_collectives("ENTRY %main (x: f32[16]) -> f32[64] {\n" + line + "\n}\n").collectives
+    assert found.group == MESHES[notation]
+    assert found.sent == 64 * 4 * (len(found.group) - 1) / len(found.group)
+
+
 def test_collectives_count_with_their_loops():
     found = {c.kind: c for c in read_collectives(TEXT).collectives}
     assert (found["all-gather"].count, found["all-gather"].sent, found["all-gather"].group) == (5, 5 * 64 * 8 * 2 * 3 / 4, (0, 1, 2, 3))
