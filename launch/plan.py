@@ -21,7 +21,9 @@ def main(argv: list[str]) -> int:
     config, _, flags = load(argv, flags=("topology", "prompt", "response", "compile", "json"), planned=True)
     from areal_jax.planner.topology import parse_topologies
 
-    topologies = parse_topologies(flags.get("topology", ""))
+    if "topology" not in flags:
+        raise ConfigError("'--topology' must name the machines, as in --topology=h800:48x8")
+    topologies = parse_topologies(flags["topology"])
     compiling = flags.get("compile", "yes" if len(topologies) == 1 else "no")
     if compiling not in ("yes", "no"):
         raise ConfigError(f"'--compile' must be yes or no; got '{compiling}'")

@@ -51,11 +51,11 @@ def trainer_memory(setup: Setup) -> Memory:
     return Memory(staying, activation_parts(setup))
 
 
-def accumulate_bytes(setup: Setup) -> int:
-    """What the program that accumulates one micro-batch's gradient holds: its arguments, results and working memory."""
+def accumulate_bytes(setup: Setup, widened: bool | None = None) -> int:
+    """What the program that accumulates one micro-batch's gradient holds: its arguments, results and working memory (``widened``: see ``activations``)."""
     staying = trainer_memory(setup).staying
     batch = setup.local_tokens * 4 * MICRO_BATCH_ARRAYS
-    return staying["parameters"] + staying.get("frozen parameters", 0) + staying["gradients"] + batch + sum(activation_parts(setup).values())
+    return staying["parameters"] + staying.get("frozen parameters", 0) + staying["gradients"] + batch + sum(activation_parts(setup, widened).values())
 
 
 def sampler_memory(setup: Setup) -> Memory:

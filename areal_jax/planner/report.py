@@ -16,7 +16,7 @@ from areal_jax.planner.candidates import Outcome, remedies
 from areal_jax.planner.collectives import axes_of
 from areal_jax.planner.compiled import Program
 from areal_jax.planner.hardware import GIB, USABLE
-from areal_jax.planner.memory import Memory, kv_bytes_per_token, param_count, slot_bytes, slots_that_fit
+from areal_jax.planner.memory import Memory, accumulate_bytes, kv_bytes_per_token, param_count, slot_bytes, slots_that_fit
 from areal_jax.planner.work import trainer_work
 
 WIDTH = 120
@@ -143,21 +143,33 @@ def _room(room: int) -> str:
     return gib(room) if room >= 0 else f"-{gib(-room)}"
 
 
+def planned_bytes(now: Outcome, program: Program) -> int | None:
+    """What the plan's own formulas say of a program under the compiler that compiled it; None where they say nothing."""
+    if program.name == "accumulate":
+        return accumulate_bytes(now.setup, widened="CPU" in program.target)
+    return None
+
+
 def _print_programs(console: Console, now: Outcome, programs: Sequence[Program]) -> None:
-    table = _table("the run's own programs, compiled", "program", "mesh", "arguments", "results", "temporary", "total", "compiled in")
+    table = _table("the run's own programs, compiled: bytes of a device", "program", "arguments", "results", "temporary", "total", "planned", "compiled in")
+    for p in programs:
+        planned = planned_bytes(now, p)
+        expected = gib(planned) if planned is not None else ""
+        if p.refusal:
+            table.add_row(p.name, "", "", "", "refused", expected, seconds(p.seconds))
+        else:
+            table.add_row(p.name, *(gib(x) for x in (p.argument, p.output - p.alias, p.temporary, p.total)), expected, seconds(p.seconds))
+    console.print(table)
     for p in programs:
         if p.refusal:
-            table.add_row(p.name, str(p.axes), "refused:", p.refusal, "", "", seconds(p.seconds))
-        else:
-            sizes = (p.argument, p.output - p.alias, p.temporary, p.total)
-            table.add_row(p.name, str(p.axes), *(gib(x) for x in sizes), seconds(p.seconds))
-    console.print(table)
-    for target in dict.fromkeys(p.target for p in programs):
-        widened = "; its compiler widens bfloat16 products to float32: an upper estimate" if "CPU" in target and now.setup.model.dtype == "bfloat16" else ""
-        console.print(f"compiled for {target}{widened}")
-    for p in programs:
+            console.print(f"{p.name} is refused by the compiler for {p.target}: {p.refusal}")
         if p.communication.collectives:
             console.print(f"{p.name} sends a run and device: {communication_line(p)}")
+    for target, axes in dict.fromkeys((p.target, str(p.axes)) for p in programs):
+        widened = (
+            "; its products of bfloat16 are float32, so its bytes are more than the run's" if "CPU" in target and now.setup.model.dtype == "bfloat16" else ""
+        )
+        console.print(f"compiled for {target}, mesh {axes}{widened}")
 
 
 def communication_line(program: Program) -> str:
