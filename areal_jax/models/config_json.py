@@ -26,9 +26,11 @@ LONGEST_KNOWN = 32768
 
 READ = """architectures model_type vocab_size hidden_size intermediate_size num_hidden_layers num_attention_heads num_key_value_heads head_dim hidden_act
     rms_norm_eps rope_theta rope_scaling rope_parameters partial_rotary_factor max_position_embeddings tie_word_embeddings attention_bias mlp_bias
-    use_sliding_window sliding_window layer_types dtype torch_dtype compute_dtype eos_token_id pad_token_id quantization_config num_experts
-    num_local_experts num_experts_per_tok moe_intermediate_size norm_topk_prob decoder_sparse_step mlp_only_layers"""
+    use_sliding_window sliding_window layer_types dtype torch_dtype compute_dtype eos_token_id pad_token_id quantization_config"""
 """Keys that ``read_model`` looks at."""
+
+MIXTURE = "num_experts num_local_experts num_experts_per_tok moe_intermediate_size norm_topk_prob decoder_sparse_step mlp_only_layers"
+"""And those of a mixture of experts besides."""
 
 HARMLESS = """_name_or_path _commit_hash _attn_implementation _attn_implementation_autoset attn_implementation _flash_attn_2_enabled transformers_version
     transformers.js_config auto_map tokenizer_class name_or_path unsloth_version unsloth_fixed
@@ -201,7 +203,7 @@ def _refusals(config: Mapping[str, Any], family: str) -> list[tuple[bool, str]]:
             (step != 1, f"'decoder_sparse_step' must be 1 (experts in every block); got {step}"),
             (bool(dense), f"'mlp_only_layers' must be empty (experts in every block); got {dense}"),
         ]
-    known = {*READ.split(), *HARMLESS.split()}
+    known = {*READ.split(), *HARMLESS.split(), *(MIXTURE.split() if family == "qwen3_moe" else ())}
     refusals += [
         (bool(value), f"'{key}' is not known here and may change what the policy computes; got {str(value)[:80]}")
         for key, value in config.items()

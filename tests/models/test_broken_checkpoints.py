@@ -234,6 +234,7 @@ ONE = {
     "experts in every second block": (config(decoder_sparse_step=2, **MIXTURE), ["config.json", "'decoder_sparse_step'", "got 2"]),
     "more experts a token than there are": (config(**MIXTURE | {"num_experts_per_tok": 5}), ["config.json", "'num_experts_per_tok'", "got 5"]),
     "experts missing": (config(**{k: v for k, v in MIXTURE.items() if k != "num_experts"}), ["config.json' must hold 'num_experts'", "missing"]),
+    "experts of a dense policy": (config(num_local_experts=8), ["config.json", "'num_local_experts'", "got 8", "not known"]),
     "shared expert": (config(shared_expert_intermediate_size=64, **MIXTURE), ["config.json", "'shared_expert_intermediate_size'", "not known"]),
     "tokenizer absent": (remove("tokenizer.json"), ["tokenizer.json", "is not there"]),
     "tokenizer a pointer": (write("tokenizer.json", POINTER), ["tokenizer.json'", "Git LFS pointer", "git lfs pull"]),

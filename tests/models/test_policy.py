@@ -8,9 +8,9 @@ import numpy as np
 import numpy_policy
 import pytest
 
-from areal_jax.models.architecture import ModelConfig
+from areal_jax.models.architecture import ModelConfig, RopeScaling
 from areal_jax.models.forward import packed_logprobs
-from areal_jax.models.layers import rotary_tables, rotate
+from areal_jax.models.layers import rotary_frequencies, rotary_tables, rotate
 from areal_jax.models.policy import bind, init_params, packed_logits, param_shapes
 
 VOCABULARY, LENGTH = 29, 20
@@ -195,3 +195,26 @@ def test_trees_differ_by_family_as_declared():
     assert "lm_head/kernel" in names["qwen2"] and "lm_head/kernel" not in names["qwen2 tied"]
     assert "layers/layer_1/attention/query/bias" in names["qwen2"] and not any(n.endswith("bias") for n in names["llama"] | names["qwen3"])
     assert "layers/layer_0/attention/key_norm/scale" in names["qwen3"] and not any("key_norm" in n for n in names["qwen2"] | names["llama"])
+
+
+def test_rotary_frequencies_of_llama3_are_stretched_by_their_wavelength():
+    """Word by word as Meta's reference code (llama-models, ``apply_scaling``) has it, at Llama 3.2's numbers."""
+    factor, low, high, old = 32.0, 1.0, 4.0, 8192
+    kinds = set()
+    plain, scaled = rotary_frequencies(64, 500000.0, None), rotary_frequencies(64, 500000.0, RopeScaling(factor, low, high, old))
+    for index, got in enumerate(scaled):
+        frequency = 1.0 / 500000.0 ** (2 * index / 64)
+        np.testing.assert_allclose(plain[index], frequency, rtol=1e-6)
+        wavelength = 2 * np.pi / frequency
+        if wavelength < old / high:
+            kinds.add("kept")
+            wanted = frequency
+        elif wavelength > old / low:
+            kinds.add("stretched")
+            wanted = frequency / factor
+        else:
+            kinds.add("between")
+            smooth = (old / wavelength - low) / (high - low)
+            wanted = (1 - smooth) * frequency / factor + smooth * frequency
+        np.testing.assert_allclose(got, wanted, rtol=1e-6)
+    assert kinds == {"kept", "stretched", "between"}
