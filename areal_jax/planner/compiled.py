@@ -122,13 +122,18 @@ def planned_engine(setup: Setup, mesh: Any) -> SamplerEngine:
     )
 
 
-def compile_sampler(setup: Setup) -> list[Program]:
-    """The decode program at the longest cache."""
+def compile_sampler(setup: Setup, names: Sequence[str] = ("decode", "rebuild")) -> list[Program]:
+    """The decode program at the longest cache, and the rebuild of the longest caches where updates need one."""
     devices, axes, target = target_devices(setup, setup.sampler)
     engine = planned_engine(setup, build_mesh(devices, **dataclasses.asdict(axes)))
-    started = time.monotonic()
-    lowered = engine.lower_generate(setup.longest)
-    return [_compiled("decode", axes, target, lowered, time.monotonic() - started)]
+    programs = []
+    for name in names:
+        if name == "rebuild" and setup.config.rollout.kv_on_update != "recompute":
+            continue
+        started = time.monotonic()
+        lowered = engine.lower_generate(setup.longest) if name == "decode" else engine.lower_rebuild(setup.longest, setup.longest)
+        programs.append(_compiled(name, axes, target, lowered, time.monotonic() - started))
+    return programs
 
 
 def _compiled(name: str, axes: Axes, target: str, lowered: jax.stages.Lowered, spent: float) -> Program:

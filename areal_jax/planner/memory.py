@@ -8,14 +8,18 @@ Invariants:
 
 from __future__ import annotations
 
+import bisect
 import dataclasses
+import functools
 
 import jax
 
+from areal_jax.models.architecture import ModelConfig
 from areal_jax.planner.activations import activation_parts
 from areal_jax.planner.hardware import Chip
 from areal_jax.planner.setup import Axes, Setup, shard_bytes, sharded_params, train_state
 from areal_jax.planner.work import batch_of, item, kv_bytes_per_token, kv_parts
+from areal_jax.sampler.engine import REBUILD_TOKENS
 
 MICRO_BATCH_ARRAYS = 9
 """Of 4 bytes a position: a micro-batch's eight, and the proximal log-probs."""
@@ -58,13 +62,28 @@ def accumulate_bytes(setup: Setup, widened: bool | None = None) -> int:
     return staying["parameters"] + staying.get("frozen parameters", 0) + staying["gradients"] + batch + sum(activation_parts(setup, widened).values())
 
 
-def sampler_memory(setup: Setup) -> Memory:
-    """Of the sampler, while it decodes, new weights arrive, and an evaluation's decode state lies beside the rollout's."""
-    axes, dtype = setup.sampler, setup.config.model.sampler_dtype
-    weights = shard_bytes(sharded_params(setup.model, axes.mesh()), dtype)
-    cache = setup.slots * slot_bytes(setup, axes)
+def sampler_memory(setup: Setup, slots: int | None = None) -> Memory:
+    """Of the sampler while it decodes or rebuilds caches, new weights arrive, and an evaluation's decode state lies beside the rollout's.
+
+    Args:
+      setup: what is planned.
+      slots: a shard's; None: the configured ones.
+    """
+    axes, dtype, slots = setup.sampler, setup.config.model.sampler_dtype, slots or setup.slots
+    weights = sampler_weights(setup.model, axes, dtype)
+    cache = slots * slot_bytes(setup, axes)
     staying = {"weights": weights, "arriving weights": weights, "KV cache": cache, "evaluation's KV cache": cache}
-    return Memory(staying, {"decode": decode_working(setup, axes)})
+    working = {"decode": decode_working(setup, axes, slots)}
+    if setup.config.rollout.kv_on_update == "recompute":
+        working["caches rebuilt after an update"] = rebuild_working(setup, axes, slots)
+    largest = max(working, key=lambda name: working[name])
+    return Memory(staying, {largest: working[largest]})
+
+
+@functools.cache
+def sampler_weights(model: ModelConfig, axes: Axes, dtype: str) -> int:
+    """Parameters of a sampler's device."""
+    return shard_bytes(sharded_params(model, axes.mesh()), dtype)
 
 
 def slot_bytes(setup: Setup, axes: Axes) -> int:
@@ -72,20 +91,28 @@ def slot_bytes(setup: Setup, axes: Axes) -> int:
     return setup.longest * kv_bytes_per_token(setup.model) // kv_parts(setup.model, axes)
 
 
-def decode_working(setup: Setup, axes: Axes) -> int:
+def decode_working(setup: Setup, axes: Axes, slots: int) -> int:
     """Logits and the weights of the draw over the vocabulary, float32, and one layer's scores."""
     m = setup.model
-    logits = setup.slots * m.vocab_size * 4
-    scores = setup.slots * m.heads // axes.tensor * setup.longest * (4 + item(m.dtype))
+    logits = slots * m.vocab_size * 4
+    scores = slots * m.heads // axes.tensor * setup.longest * (4 + item(m.dtype))
     return 3 * logits + scores
+
+
+def rebuild_working(setup: Setup, axes: Axes, slots: int) -> int:
+    """One rebuild at the longest width: new keys and values of all layers, and one block forward (gate, up, their product; residual, norm, q and sums)."""
+    m, c = setup.model, item(setup.model.dtype)
+    tokens = setup.longest * max(1, min(slots // 4, REBUILD_TOKENS // setup.longest))
+    mlp = m.expert_mlp_size * m.experts_per_token if m.experts else m.mlp_size
+    block = (3 * mlp + 2 * m.heads * m.head_dim) // axes.tensor + 4 * m.hidden_size
+    return tokens * (kv_bytes_per_token(m) // kv_parts(m, axes) + block * c)
 
 
 def slots_that_fit(setup: Setup) -> int:
     """The most slots a shard for which the sampler fits."""
-    memory = sampler_memory(setup)
-    a_slot = (memory.total - memory.staying["weights"] - memory.staying["arriving weights"]) / setup.slots
-    room = setup.topology.chip.usable - memory.staying["weights"] - memory.staying["arriving weights"]
-    return max(0, int(room // a_slot))
+    usable = setup.topology.chip.usable
+    most = usable // (2 * slot_bytes(setup, setup.sampler))
+    return bisect.bisect_right(range(1, most + 1), usable, key=lambda slots: sampler_memory(setup, slots).total)
 
 
 def param_count(setup: Setup) -> int:

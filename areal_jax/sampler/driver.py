@@ -242,16 +242,21 @@ class RolloutDriver:
             self._on_weights(self._current.version)
 
     def _rebuild(self, running: Sequence[tuple[int, _Sequence]]) -> None:
-        """Recomputes the cache of the running sequences under the new weights, those of like length together."""
-        rows = self.engine.rebuild_rows
-        by_length = sorted(running, key=lambda item: item[1].length)
-        for part in (by_length[start : start + rows] for start in range(0, len(by_length), rows)):
-            width = self.engine.width(part[-1][1].length)
+        """Recomputes the cache of the running sequences under the new weights: each shard of the slots its own, the longest first."""
+        shards = self.engine.shards
+        own = len(self._slots) // shards
+        waiting = [sorted((item for item in running if item[0] // own == shard), key=lambda item: item[1].length) for shard in range(shards)]
+        while any(waiting):
+            width = self.engine.width(max(part[-1][1].length for part in waiting if part))
+            rows = self.engine.rebuild_rows(width)
             sequences = np.full((rows, width), self.engine.model.pad_id, np.int32)
-            slots = np.full(rows, len(self._slots), np.int32)
-            for row, (slot, sequence) in enumerate(part):
-                sequences[row, : sequence.length] = sequence.whole()
-                slots[row] = slot
+            slots = np.full(rows, own, np.int32)
+            for row in range(rows):
+                part = waiting[row * shards // rows]
+                if part:
+                    slot, sequence = part.pop()
+                    sequences[row, : sequence.length] = sequence.whole()
+                    slots[row] = slot % own
             self._state = self.engine.resize(self._state, max(self._state.length, self.engine.bucket(width)))
             self._state = self.engine.rebuild(self._current.params, self._state, sequences, slots)
         jax.block_until_ready(self._state.tokens)
@@ -367,12 +372,12 @@ class RolloutDriver:
         nowhere = np.full(self._entries, len(self._slots), np.int32)
         zeros = np.zeros(self._entries, np.int32)
         insertion = Insertion(zeros, nowhere, zeros, zeros, zeros, zeros, zeros, zeros)
-        nobody = np.full(self.engine.rebuild_rows, len(self._slots), np.int32)
         for length in self.engine.buckets:
             for width in (w for w in self.engine.widths if w <= length):
                 state = self.engine.enter(params, self.engine.new_state(length), np.zeros((self._rows, width), np.int32), insertion, self.seed)
                 if self.kv_on_update == "recompute":
-                    self.engine.rebuild(params, state, np.zeros((self.engine.rebuild_rows, width), np.int32), nobody)
+                    rows = self.engine.rebuild_rows(width)
+                    self.engine.rebuild(params, state, np.zeros((rows, width), np.int32), np.full(rows, len(self._slots), np.int32))
             for other in self.engine.buckets:
                 self.engine.resize(self.engine.new_state(length), other)
             state, _ = self.engine.generate_chunk(params, self.engine.new_state(length))

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import math
 import threading
 from typing import Any
 
@@ -32,6 +33,8 @@ from areal_jax.sampler import jetstream
 from areal_jax.sampler.sampling import request_keys, sample, uniforms
 from areal_jax.sampler.state import Chunk, DecodeState, Insertion, Prefix
 
+REBUILD_TOKENS = 32768
+"""Most tokens of a shard that one rebuild computes, but for a single longer sequence: it bounds the rebuild's memory."""
 DISPATCH = threading.Lock()
 """Held while a program is enqueued: programs with collectives must come in one order on all devices."""
 
@@ -74,11 +77,11 @@ class SamplerEngine(jetstream.Engine):
         self._slots, self.max_length = slots, max_length
         self.buckets = (*(b for b in sorted(buckets) if b < max_length), max_length)
         self.widths = (*(w for w in sorted(widths) if w < max_length), max_length)
-        self.rebuild_rows = max(1, slots // 4)
         self._sampling = (temperature, top_k, top_p)
         self.param_shardings = named_shardings(mesh, param_specs(model), param_shapes(model))
         self.param_dtype = jnp.dtype(dtype)
         slot_axes = logical_to_mesh("slots")[0]
+        self.shards = math.prod(mesh.shape[axis] for axis in slot_axes)
         tensor = "tensor" if model.kv_heads % mesh.shape["tensor"] == 0 else None
         self._replicated = NamedSharding(mesh, P())
         by_slot = NamedSharding(mesh, P(slot_axes))
@@ -93,7 +96,7 @@ class SamplerEngine(jetstream.Engine):
             lambda length: jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), self.abstract_state(length)), static_argnums=0, out_shardings=state
         )
         self._enter = jax.jit(self._enter_body, donate_argnums=1, in_shardings=(params, state, copy, copy, copy), out_shardings=state)
-        self._rebuild = jax.jit(self._rebuild_body, donate_argnums=1, in_shardings=(params, state, copy, copy), out_shardings=state)
+        self._rebuild = jax.jit(self._rebuild_body, donate_argnums=1, in_shardings=(params, state, by_slot, by_slot), out_shardings=state)
         self._resize = jax.jit(self._resize_body, static_argnums=1, out_shardings=state)
         self._free = jax.jit(self._free_body, donate_argnums=0, in_shardings=(state, copy), out_shardings=state)
         self._prefill_one = jax.jit(self._prefill_one_body, in_shardings=(params, copy, copy), out_shardings=copy)
@@ -162,6 +165,16 @@ class SamplerEngine(jetstream.Engine):
         """The shortest prefill width that holds ``length``."""
         return next((w for w in self.widths if w >= length), self.widths[-1])
 
+    def rebuild_rows(self, width: int) -> int:
+        """Sequences of a rebuild at a width: a quarter of the slots, fewer where they are long, as many of each shard."""
+        return self.shards * max(1, min(self._slots // self.shards // 4, REBUILD_TOKENS // width))
+
+    def lower_rebuild(self, width: int, length: int) -> jax.stages.Lowered:
+        """The program of ``rebuild`` at a width for a cache of ``length``, from shapes alone."""
+        rows, by_slot = self.rebuild_rows(width), self.state_shardings.positions
+        sequences, slots = (jax.ShapeDtypeStruct(shape, jnp.int32, sharding=by_slot) for shape in ((rows, width), (rows,)))
+        return self._rebuild.lower(self.abstract_params(), self.abstract_state(length), sequences, slots)
+
     def generate_chunk(self, params: Any, state: DecodeState) -> tuple[DecodeState, Chunk]:
         """Up to K decode steps; ends early when no slot is live."""
         with DISPATCH:
@@ -176,8 +189,8 @@ class SamplerEngine(jetstream.Engine):
         """The state with the cache of some slots recomputed under ``params``.
 
         Args:
-          sequences: int32 [``rebuild_rows``, width], their tokens so far.
-          slots: int32 [``rebuild_rows``]; rows out of range are not used.
+          sequences: int32 [``rebuild_rows(width)``, width], their tokens so far; equal parts of the rows for each shard of the slots, in order.
+          slots: int32 [``rebuild_rows(width)``], numbers within the row's own shard; rows out of range are not used.
         """
         with DISPATCH:
             return self._rebuild(params, state, sequences, slots)
@@ -265,7 +278,20 @@ class SamplerEngine(jetstream.Engine):
 
     def _rebuild_body(self, params: Any, state: DecodeState, sequences: jax.Array, slots: jax.Array) -> DecodeState:
         keys, values = self._caches(params, sequences)
-        return dataclasses.replace(state, **self._placed(state, keys, values, slots))
+        length = sequences.shape[1]
+
+        def by_shard(x: jax.Array) -> jax.Array:
+            return x.reshape(self.shards, -1, *x.shape[1:])
+
+        def placed(cache: jax.Array, new: jax.Array, place: Any) -> jax.Array:
+            # A shard's rows go into its own slots, so that no shard sends its caches to another.
+            return jax.vmap(place)(by_shard(cache), by_shard(new), by_shard(slots)).reshape(cache.shape)
+
+        return dataclasses.replace(
+            state,
+            keys=tuple(placed(c, k, lambda c, k, s: c.at[s, :, :, :length].set(k, mode="drop")) for c, k in zip(state.keys, keys, strict=True)),
+            values=tuple(placed(c, v, lambda c, v, s: c.at[s, :, :length].set(v, mode="drop")) for c, v in zip(state.values, values, strict=True)),
+        )
 
     def _placed(self, state: DecodeState, keys: Any, values: Any, slots: jax.Array) -> dict[str, tuple[jax.Array, ...]]:
         """The caches with keys and values [rows, ...] written at the beginning of ``slots`` [rows]."""

@@ -4,7 +4,7 @@ import pytest
 
 from areal_jax.config import base_config, put, validate
 from areal_jax.planner.compiled import compile_sampler, compile_trainer
-from areal_jax.planner.memory import accumulate_bytes, sampler_memory, trainer_memory
+from areal_jax.planner.memory import accumulate_bytes, decode_working, rebuild_working, sampler_memory, trainer_memory
 from areal_jax.planner.setup import make_setup
 from areal_jax.planner.topology import parse_topologies
 
@@ -64,9 +64,22 @@ def test_a_large_vocabulary():
     assert "logits, head and its gradient" in trainer_memory(planned).working
 
 
+SAMPLER = {"cluster.mesh.sampler": "data=4,tensor=2", "rollout.slots": 64, "rollout.max_new_tokens": 448}
+
+
 def test_decoding():
-    planned = setup("data=8", sampler_devices=8, **{"cluster.mesh.sampler": "tensor=2", "rollout.slots": 64, "rollout.max_new_tokens": 448})
-    (program,) = compile_sampler(planned)
-    memory = sampler_memory(planned)
-    assert memory.staying["weights"] + memory.staying["KV cache"] == pytest.approx(program.argument, rel=0.01)
-    assert memory.staying["weights"] + memory.staying["KV cache"] + sum(memory.working.values()) == pytest.approx(program.total, rel=0.1)
+    planned = setup("data=8", sampler_devices=8, **SAMPLER)
+    (program,) = compile_sampler(planned, ("decode",))
+    staying = sampler_memory(planned).staying
+    assert staying["weights"] + staying["KV cache"] == pytest.approx(program.argument, rel=0.01)
+    total = staying["weights"] + staying["KV cache"] + decode_working(planned, planned.sampler, planned.slots)
+    assert total == pytest.approx(program.total, rel=0.1)
+
+
+def test_rebuilding_caches_stays_within_a_shard():
+    planned = setup("data=8", sampler_devices=8, **SAMPLER)
+    (program,) = compile_sampler(planned, ("rebuild",))
+    groups = {c.group for c in program.communication.collectives if c.sent > 1e3}
+    assert groups <= {(0, 1)}, "only the two devices of a tensor axis talk"
+    staying = sampler_memory(planned).staying
+    assert program.total - staying["weights"] - staying["KV cache"] == pytest.approx(rebuild_working(planned, planned.sampler, planned.slots), rel=0.5)
