@@ -9,12 +9,21 @@ import pytest
 from jax.sharding import NamedSharding
 
 from areal_jax.cluster.meshes import build_mesh
+from areal_jax.config import ConfigError, base_config
 from areal_jax.models.architecture import Lora, ModelConfig
-from areal_jax.models.forward import ForwardSettings, packed_logprobs
+from areal_jax.models.forward import ForwardSettings, forward_settings, packed_logprobs
 from areal_jax.models.policy import packed_logits, param_shapes
 from areal_jax.models.sharding import logical_to_mesh, named_shardings, param_specs
 
 VOCABULARY, LENGTH, ROWS = 32, 32, 8
+
+
+@pytest.fixture(scope="module", autouse=True)
+def quick_compilation():
+    """Most of these tests' time is XLA's; what it optimises is not their subject."""
+    jax.config.update("jax_disable_most_optimizations", True)
+    yield
+    jax.config.update("jax_disable_most_optimizations", False)
 
 
 def model_of(family="qwen2", **changes):
@@ -101,6 +110,14 @@ def test_how_it_is_computed_does_not_matter(name):
     model, settings = VARIANTS[name]
     params, rows = params_of(model), packed_rows()
     assert_same(value_and_gradient(model, settings)(params, *rows), reference(model, params, *rows))
+
+
+def test_heads_that_the_tensor_axis_does_not_divide_are_refused():
+    mesh = build_mesh(jax.devices()[:3], tensor=3)
+    with pytest.raises(ConfigError, match=r"'cluster\.mesh\.trainer'.*8 heads; got 3"):
+        forward_settings(base_config(), model_of(), mesh)
+    made = [forward_settings(base_config(), model_of(layers=layers), build_mesh(jax.devices()[:1])).scan for layers in (7, 8)]
+    assert made == [False, True]
 
 
 MESHES = {

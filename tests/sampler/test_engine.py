@@ -82,3 +82,15 @@ def test_bfloat16_parameters_are_cast_on_the_way_and_required_after(engine_of, h
     engine.check_params(params)
     with pytest.raises(ValueError, match=r"bfloat16.*got float32"):
         engine.check_params(engine_of().load_params(host_params(0)))
+
+
+def test_more_tensor_shards_than_key_heads(engine_of, host_params, model):
+    """Query heads are divided over tensor; keys and values, which are fewer, are on every device."""
+    assert model.kv_heads < model.heads
+    sequences = np.random.default_rng(0).integers(1, 20, (1, 12)).astype(np.int32)
+    caches = []
+    for mesh in ((1, 1, 1), (1, 1, model.heads)):
+        engine = engine_of(mesh=mesh)
+        state = engine.rebuild(engine.load_params(host_params(0)), engine.new_state(16), sequences, np.zeros(1, np.int32))
+        caches.append(jax.device_get((state.keys, state.values)))
+    jax.tree.map(lambda one, other: np.testing.assert_allclose(one, other, atol=1e-5), *caches)
