@@ -9,11 +9,17 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.sharding import NamedSharding
 
 from areal_jax.cluster.meshes import build_mesh
 from areal_jax.config import ConfigError
 from areal_jax.models import attention, kernels
+from areal_jax.models.architecture import ModelConfig
 from areal_jax.models.attention import chosen_backend, packed_attention, plain_attention, segment_starts
+from areal_jax.models.axes import logical_to_mesh
+from areal_jax.models.forward import ForwardSettings, packed_logprobs
+from areal_jax.models.policy import param_shapes
+from areal_jax.models.sharding import named_shardings, param_specs
 
 LENGTH = 512
 
@@ -117,7 +123,24 @@ def test_the_training_forward_compiles_for_a_tpu():
     if not folder and importlib.util.find_spec("libtpu") is None:
         pytest.skip("libtpu is not here; install it or name its folder by AREAL_JAX_LIBTPU")
     path = os.pathsep.join(filter(None, (os.getcwd(), folder, os.environ.get("PYTHONPATH", ""))))
-    environment = os.environ | {"PYTHONPATH": path, "TPU_SKIP_MDS_QUERY": "1"}
+    environment = os.environ | {"PYTHONPATH": path, "TPU_SKIP_MDS_QUERY": "1", "ALLOW_MULTIPLE_LIBTPU_LOAD": "1"}
     done = subprocess.run([sys.executable, "-c", PROGRAM], capture_output=True, text=True, timeout=300, env=environment)
     assert done.returncode == 0, done.stderr[-2000:]
     assert all(int(count) > 0 for count in done.stdout.split("kernels")[1].split()), done.stdout
+
+
+@pytest.mark.parametrize("platform", ["tpu", "cuda"])
+def test_the_training_forward_lowers_for_accelerators(platform):
+    """Everything but the kernels is the same program on every platform."""
+    model = ModelConfig("qwen3", 64, layers=2, hidden_size=32, heads=4, kv_heads=2, head_dim=8, mlp_size=32, dtype="bfloat16")
+    mesh = build_mesh(jax.devices()[:8], fsdp=2, context=2, tensor=2)
+    settings = ForwardSettings("blockwise", True, "dots", 16, mesh)
+    row = jax.ShapeDtypeStruct((2, 64), jnp.int32, sharding=NamedSharding(mesh, logical_to_mesh("batch", "length")))
+    shapes = jax.tree.map(
+        lambda s, where: jax.ShapeDtypeStruct(s.shape, s.dtype, sharding=where),
+        param_shapes(model),
+        named_shardings(mesh, param_specs(model), param_shapes(model)),
+    )
+    step = jax.jit(jax.grad(lambda p, *rows: packed_logprobs(model, p, *rows, 1.0, settings)[0].sum()))
+    text = step.trace(shapes, row, row, row, row).lower(lowering_platforms=(platform,)).as_text()
+    assert "stablehlo.while" in text and "manual_computation" in text
