@@ -40,7 +40,7 @@ class Program:
       target: whose compiler.
       seconds: of lowering and compiling.
       argument, output, alias, temporary: bytes of a device; ``alias`` is counted in both argument and output.
-      communication: of one run.
+      communication: of one run; None where this host's JAX cannot read the target's program.
       refusal: why it did not compile, else empty; the figures are then 0.
     """
 
@@ -52,7 +52,7 @@ class Program:
     output: int = 0
     alias: int = 0
     temporary: int = 0
-    communication: Communication = SILENT
+    communication: Communication | None = SILENT
     refusal: str = ""
 
     @property
@@ -145,8 +145,8 @@ def _compiled(name: str, axes: Axes, target: str, lowered: jax.stages.Lowered, s
             raise
         needed = re.search(r"[^.:]*exceeds available HBM[^.]*\.?[0-9]*G?\)?", str(error))
         return Program(name, axes, target, spent + time.monotonic() - started, refusal=needed[0].strip() if needed else str(error).splitlines()[0])
-    memory, text = compiled.memory_analysis(), compiled.as_text()
-    if memory is None or text is None:
+    memory = compiled.memory_analysis()
+    if memory is None:
         raise ConfigError(f"'--compile=yes' needs a compiler that tells a program's memory; that of {target} does not; say --compile=no")
     return Program(
         name,
@@ -157,8 +157,18 @@ def _compiled(name: str, axes: Axes, target: str, lowered: jax.stages.Lowered, s
         memory.output_size_in_bytes,
         memory.alias_size_in_bytes,
         memory.temp_size_in_bytes,
-        read_collectives(text),
+        _communication(compiled),
     )
+
+
+def _communication(compiled: jax.stages.Compiled) -> Communication | None:
+    try:
+        text = compiled.as_text()
+    except jax.errors.JaxRuntimeError as error:  # libtpu's programs may hold operations that jaxlib's reader does not know
+        if "RET_CHECK" not in str(error):
+            raise
+        return None
+    return None if text is None else read_collectives(text)
 
 
 def _slice(devices: int, dimensions: int) -> str:

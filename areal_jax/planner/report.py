@@ -163,7 +163,9 @@ def _print_programs(console: Console, now: Outcome, programs: Sequence[Program])
     for p in programs:
         if p.refusal:
             console.print(f"{p.name} is refused by the compiler for {p.target}: {p.refusal}")
-        if p.communication.collectives:
+        if p.communication is None:
+            console.print(f"{p.name}: what it sends cannot be read from the program for {p.target}; the plan's own count stands")
+        elif p.communication.collectives:
             console.print(f"{p.name} sends a run and device: {communication_line(p)}")
     for target, axes in dict.fromkeys((p.target, str(p.axes)) for p in programs):
         widened = (
@@ -174,6 +176,8 @@ def _print_programs(console: Console, now: Outcome, programs: Sequence[Program])
 
 def communication_line(program: Program) -> str:
     """The collectives of a program, largest first, those of a kind and axis together."""
+    if program.communication is None:
+        return "not known"
     sizes = [getattr(program.axes, axis) for axis in MESH_AXES]
     joined: dict[tuple[str, str], list[float]] = defaultdict(lambda: [0, 0.0])
     for c in program.communication.collectives:
