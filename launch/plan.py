@@ -7,8 +7,8 @@
   python launch/plan.py --config=configs/math.py --topology=cpu:8
 
 Neither checkpoint nor problems have to be here. Memory, work and least times come from the architecture and the hardware's peaks; for one topology
-the run's own programs are also compiled for its devices (``--compile=no`` leaves that out), by libtpu for TPU slices where it is installed. Mean
-lengths of prompts and responses are assumed to be a quarter of their limits unless ``--prompt`` and ``--response`` say so.
+the run's own programs are also compiled for its devices (``--compile=no`` leaves that out; ``--compile=libtpu`` takes the TPU's own compiler, which
+needs minutes). Mean lengths of prompts and responses are assumed to be a quarter of their limits unless ``--prompt`` and ``--response`` say so.
 """
 
 import json
@@ -25,8 +25,8 @@ def main(argv: list[str]) -> int:
         raise ConfigError("'--topology' must name the machines, as in --topology=h800:48x8")
     topologies = parse_topologies(flags["topology"])
     compiling = flags.get("compile", "yes" if len(topologies) == 1 else "no")
-    if compiling not in ("yes", "no"):
-        raise ConfigError(f"'--compile' must be yes or no; got '{compiling}'")
+    if compiling not in ("yes", "no", "libtpu"):
+        raise ConfigError(f"'--compile' must be yes, no or libtpu; got '{compiling}'")
     lengths = {}
     for name in ("prompt", "response"):
         if name in flags and not (flags[name].isdigit() and int(flags[name])):
@@ -41,6 +41,7 @@ def main(argv: list[str]) -> int:
     from areal_jax.planner.setup import make_setup
 
     virtual_devices(max(t.devices for t in topologies) if compiling == "yes" else 1)
+    libtpu = compiling == "libtpu"
     console = Console(width=WIDTH, highlight=False)
     plans = []
     if len(topologies) > 1:
@@ -49,7 +50,7 @@ def main(argv: list[str]) -> int:
         plans = [as_json(one) for one in found]
     else:
         now = outcome(make_setup(config, topologies[0], **lengths))
-        programs = [*compile_trainer(now.setup), *compile_sampler(now.setup)] if compiling == "yes" else []
+        programs = [*compile_trainer(now.setup, libtpu=libtpu), *compile_sampler(now.setup, libtpu=libtpu)] if compiling != "no" else []
         print_plan(console, now, best_trainers(now.setup, 4), best_samplers(now.setup), programs)
         plans = [as_json(now, programs)]
     if "json" in flags:

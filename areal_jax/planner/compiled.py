@@ -4,7 +4,7 @@ Invariants:
 * The programs are those that training and sampling run (``trainer.programs``, ``sampler.engine``), lowered from shapes; no array is made.
 * On virtual CPU devices the division among devices and the collectives are the real ones. Memory is that of the CPU's compiler, which widens bfloat16
   products to float32: exact for float32, an upper estimate for bfloat16.
-* With libtpu installed, TPU topologies are compiled by the TPU's own compiler instead, whose memory figures are the chip's.
+* With ``libtpu`` TPU topologies are compiled by the TPU's own compiler instead, whose memory figures are the chip's.
 * Shards of the data axis run the same program: where they are left out, the group sizes of their collectives are smaller and nothing else changes.
 """
 
@@ -67,13 +67,16 @@ def virtual_devices(count: int) -> None:
     jax.config.update("jax_num_cpu_devices", count)
 
 
-def target_devices(setup: Setup, axes: Axes) -> tuple[Sequence[Any], Axes, str]:
+def target_devices(setup: Setup, axes: Axes, libtpu: bool) -> tuple[Sequence[Any], Axes, str]:
     """(devices, axes, target) to compile a role's programs for.
 
-    TPU chips are described by libtpu where it is installed; a role that is no whole slice is then compiled with fewer shards of the data axis.
+    With ``libtpu`` TPU chips are described by it, and its compiler takes minutes; a role that is no whole slice is then
+    compiled with fewer shards of the data axis.
     """
     chip = setup.topology.chip
-    if chip.dimensions and importlib.util.find_spec("libtpu") is not None:
+    if libtpu:
+        if not chip.dimensions or importlib.util.find_spec("libtpu") is None:
+            raise ConfigError(f"'--compile=libtpu' needs a TPU topology and the package libtpu; got {setup.topology.name}; say --compile=yes")
         from jax.experimental import topologies
 
         os.environ.setdefault("TPU_SKIP_MDS_QUERY", "1")
@@ -87,9 +90,9 @@ def target_devices(setup: Setup, axes: Axes) -> tuple[Sequence[Any], Axes, str]:
     return jax.devices("cpu")[: axes.devices], axes, "virtual CPU devices"
 
 
-def compile_trainer(setup: Setup, names: Sequence[str] = ("accumulate", "apply")) -> list[Program]:
+def compile_trainer(setup: Setup, names: Sequence[str] = ("accumulate", "apply"), libtpu: bool = False) -> list[Program]:
     """The named programs of the training step."""
-    devices, axes, target = target_devices(setup, setup.trainer)
+    devices, axes, target = target_devices(setup, setup.trainer, libtpu)
     mesh = build_mesh(devices, **dataclasses.asdict(axes))
     setup = dataclasses.replace(setup, trainer=axes)
     here, optimizer, state, frozen = train_state(setup, mesh)
@@ -122,9 +125,9 @@ def planned_engine(setup: Setup, mesh: Any) -> SamplerEngine:
     )
 
 
-def compile_sampler(setup: Setup, names: Sequence[str] = ("decode", "rebuild")) -> list[Program]:
+def compile_sampler(setup: Setup, names: Sequence[str] = ("decode", "rebuild"), libtpu: bool = False) -> list[Program]:
     """The decode program at the longest cache, and the rebuild of the longest caches where updates need one."""
-    devices, axes, target = target_devices(setup, setup.sampler)
+    devices, axes, target = target_devices(setup, setup.sampler, libtpu)
     engine = planned_engine(setup, build_mesh(devices, **dataclasses.asdict(axes)))
     programs = []
     for name in names:
