@@ -7,7 +7,8 @@ import sys
 
 import pytest
 
-from areal_jax.config import ConfigError, base_config, check_devices, fields, get, load, parse_mesh, put, run_main, validate
+from areal_jax.config import ConfigError, base_config, fields, get, load, put, run_main, validate
+from areal_jax.config_devices import check_devices, parse_mesh
 from areal_jax.workdir import open_workdir
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent

@@ -4,7 +4,8 @@ import pathlib
 
 import pytest
 
-from areal_jax.config import ConfigError, check_devices, load
+from areal_jax.config import ConfigError, load
+from areal_jax.config_devices import check_devices
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
 # Parameters of the published checkpoints, embeddings not tied.

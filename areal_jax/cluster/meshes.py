@@ -17,7 +17,8 @@ import jax
 import numpy as np
 from jax.sharding import AxisType, Mesh
 
-from areal_jax.config import MESH_AXES, ConfigError, check_devices, parse_mesh
+from areal_jax.config import ConfigError
+from areal_jax.config_devices import MESH_AXES, check_devices, parse_mesh
 
 
 @dataclasses.dataclass(frozen=True)

@@ -14,7 +14,8 @@ from typing import Any
 
 import numpy as np
 
-from areal_jax.config import ConfigError, parse_mesh
+from areal_jax.config import ConfigError
+from areal_jax.config_devices import parse_mesh
 from areal_jax.data.arithmetic import MIXES, build_pools
 from areal_jax.data.demonstrations import demonstration_corpus
 from areal_jax.data.problems import Problem

@@ -10,7 +10,7 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from areal_jax.config import MESH_AXES
+from areal_jax.config_devices import MESH_AXES
 from areal_jax.planner.bounds import Times
 from areal_jax.planner.candidates import Outcome, remedies
 from areal_jax.planner.collectives import axes_of

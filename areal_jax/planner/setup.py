@@ -17,7 +17,8 @@ import jax
 import numpy as np
 from jax.sharding import AbstractMesh, AxisType
 
-from areal_jax.config import MESH_AXES, Config, ConfigError, divide_devices, parse_mesh, put
+from areal_jax.config import Config, ConfigError, put
+from areal_jax.config_devices import MESH_AXES, divide_devices, parse_mesh
 from areal_jax.models.architecture import ModelConfig, adapted, new_model
 from areal_jax.models.config_json import read_model
 from areal_jax.models.policy import param_shapes
