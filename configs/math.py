@@ -45,6 +45,8 @@ def smollm2_135m() -> Config:
     config = base_config()
     config.model.path = "checkpoints/SmolLM2-135M-Instruct"
     config.model.repository = "HuggingFaceTB/SmolLM2-135M-Instruct"
+    config.model.update(family="llama", vocab_size=49152, layers=30, hidden_size=576, heads=9, kv_heads=3, head_dim=64, mlp_size=1536)
+    config.model.update(rope_theta=1e5, norm_epsilon=1e-5, tie_embeddings=True)
     config.task.name = "sums"
     config.task.chat = "off"
     config.task.prompt_template = EXAMPLES + "{question} ="
