@@ -17,6 +17,7 @@ from jax.sharding import Mesh
 
 from areal_jax.cluster.meshes import Meshes, make_meshes, set_host_devices
 from areal_jax.config import Config, ConfigError, put
+from areal_jax.config_devices import parse_mesh
 from areal_jax.controller.evaluation import Evaluator
 from areal_jax.data.task import Task, load_task, settle_lengths
 from areal_jax.models.adapters import add
@@ -39,7 +40,11 @@ EVALUATION_SEED = 0x5EED
 
 
 def load_problems(config: Config) -> tuple[Tokenizer, Task, Config]:
-    """Tokenizer, task, and the configuration with the lengths that follow from the task. Touches no device."""
+    """Tokenizer, task, and the configuration with the lengths that follow from the task. Touches no device and reads no weight.
+
+    Raises:
+      ConfigError: the policy's small files, its tokenizer or the task are broken, or do not fit the configuration or one another.
+    """
     model = None
     try:
         if config.model.path:
@@ -49,6 +54,12 @@ def load_problems(config: Config) -> tuple[Tokenizer, Task, Config]:
             check_vocabulary(config.model.path, model, tokenizer)
     except (OSError, ValueError) as error:
         raise ConfigError(f"'model.path': {error}") from error
+    if model is not None:
+        check_heads(config, adapted(model, config.model))
+    elif 0 < config.model.vocab_size < tokenizer.vocab_size:
+        raise ConfigError(
+            f"'model.vocab_size' must be at least the tokenizer's {tokenizer.vocab_size} tokens; got {config.model.vocab_size}; raise it, or set 0 to take them"
+        )
     stop_ids(config, tokenizer)
     task = load_task(config, tokenizer)
     settled = config.copy_and_resolve_references()
@@ -57,6 +68,21 @@ def load_problems(config: Config) -> tuple[Tokenizer, Task, Config]:
         check_positions(config, model, longest)
     put(settled, "trainer.micro_batch_tokens", capacity)
     return tokenizer, task, settled
+
+
+def check_heads(config: Config, model: ModelConfig) -> None:
+    """Refuses meshes over whose tensor axis the heads of a checkpoint cannot be divided.
+
+    Raises:
+      ConfigError: a tensor axis does not divide the policy's heads.
+    """
+    for role in ("trainer", "sampler"):
+        tensor = parse_mesh(f"cluster.mesh.{role}", config.cluster.mesh[role]).get("tensor", 1)
+        if model.heads % tensor:
+            raise ConfigError(
+                f"'cluster.mesh.{role}': the tensor axis must divide the {model.heads} heads of '{config.model.path}'; got {tensor}; "
+                f"take {max(n for n in range(1, tensor) if model.heads % n == 0)}"
+            )
 
 
 def check_positions(config: Config, model: ModelConfig, longest: int) -> None:

@@ -72,3 +72,35 @@ def test_a_checkpoint_of_fewer_positions_than_the_run_needs(tmp_path):
     (tmp_path / "config.json").unlink()
     with pytest.raises(ConfigError, match=r"'model\.path': .*config\.json' is not there"):
         problems(max_new_tokens=40)
+
+
+def test_a_vocabulary_smaller_than_the_tokenizer_is_refused():
+    config = config_of()
+    size = embedded_tokenizer().vocab_size
+    config.model.vocab_size = size - 1
+    with pytest.raises(ConfigError, match=rf"'model\.vocab_size' must be at least the tokenizer's {size} tokens; got {size - 1}; raise it"):
+        load_problems(config)
+    config.model.vocab_size = size
+    load_problems(config)
+
+
+def test_what_the_policy_cannot_do_is_refused_before_its_weights_are_read(tmp_path):
+    """Adapters on experts, and tensor axes that do not divide the heads; the weights are not there at all."""
+    tokenizer = embedded_tokenizer()
+    sizes = {"layers": 1, "hidden_size": 16, "heads": 4, "kv_heads": 1, "head_dim": 8, "mlp_size": 16}
+    model = ModelConfig("qwen3_moe", tokenizer.vocab_size, **sizes, experts=2, experts_per_token=1, expert_mlp_size=8)
+    export_policy(tmp_path, model, init_params(model, jax.random.key(0)), tokenizer)
+    (tmp_path / "model.safetensors").unlink()
+
+    def problems(rank=0, targets=("query",), **mesh):
+        config = config_of()
+        config.model.update(path=str(tmp_path), lora_rank=rank, lora_targets=targets)
+        config.cluster.mesh.update(mesh)
+        return load_problems(validate(config))
+
+    problems(rank=2, trainer="tensor=4", sampler="tensor=2")
+    with pytest.raises(ConfigError, match=r"^'model\.lora_targets' must not name the layers of experts.* got up"):
+        problems(rank=2, targets=("query", "up"))
+    for role in ("trainer", "sampler"):
+        with pytest.raises(ConfigError, match=rf"^'cluster\.mesh\.{role}': the tensor axis must divide the 4 heads of .*; got 6; take 4"):
+            problems(**{role: "tensor=6"})

@@ -201,8 +201,9 @@ def _local_backward(layout: _Layout, hidden: jax.Array, head: jax.Array, *arrays
 
         d_head, d_hidden = jax.lax.scan(step, jnp.zeros(whole.shape, jnp.float32), chunks)
     d_hidden = jax.lax.psum(d_hidden, layout.vocabulary) if layout.vocabulary else d_hidden
-    d_head = jax.lax.psum(d_head, layout.summed) if layout.summed else d_head
     if layout.gather:
         copies = 1 if set(layout.gather) <= set(names_of(layout.tokens[0])) else jax.lax.axis_size(layout.gather)
         d_head = jax.lax.psum_scatter(d_head / copies, layout.gather, scatter_dimension=0, tiled=True)
+    # After the scatter: only the own part of the head travels over the other axes.
+    d_head = jax.lax.psum(d_head, layout.summed) if layout.summed else d_head
     return _joined(d_hidden, targets.shape).astype(hidden.dtype), d_head.astype(head.dtype)
