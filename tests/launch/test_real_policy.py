@@ -2,7 +2,6 @@
 
 import numpy as np
 import pytest
-from conftest import VERIFIER
 from launch_programs import rows, run
 
 torch = pytest.importorskip("torch")
@@ -14,7 +13,7 @@ def trained(tmp_path_factory, real_models, cache):
     source = real_models / "stories260k" / "hf"
     workdir = tmp_path_factory.mktemp("stories") / "run"
     more = ("trainer.steps=2", "trainer.learning_rate=0.001", "eval.every_steps=0", "rollout.max_new_tokens=16")
-    run("train", workdir, cache, VERIFIER, f"model.path={source}", *more)
+    run("train", workdir, cache, "reward.verifier=launch_verifiers:parity", f"model.path={source}", *more)
     return source, workdir
 
 
