@@ -72,6 +72,11 @@ def unknown_key(key: str) -> ConfigError:
     return ConfigError(f"unknown configuration key '{key}'; {hint}")
 
 
+def _type_name(field: Field) -> str:
+    example = f", as in {field.example!r}" if field.type is tuple else ""
+    return f"{field.type.__name__}{' or None' if field.optional else ''}{example}"
+
+
 def parse_value(key: str, field: Field, text: str) -> Any:
     """The value of an override, in the key's type."""
     if field.optional and text.lower() in ("none", "null", ""):
@@ -87,7 +92,7 @@ def parse_value(key: str, field: Field, text: str) -> Any:
     try:
         value = ast.literal_eval(text)
     except (ValueError, SyntaxError) as error:
-        raise ConfigError(f"'{key}' must be of type {field.type.__name__}{' or None' if field.optional else ''}; got '{text}'") from error
+        raise ConfigError(f"'{key}' must be of type {_type_name(field)}; got '{text}'") from error
     if field.type is tuple and isinstance(value, int):
         return (value,)
     return value
@@ -103,7 +108,7 @@ def _check_field(key: str, field: Field, value: Any) -> Any:
     if field.type is tuple and isinstance(value, list):
         value = tuple(value)
     if not isinstance(value, field.type) or (field.type is int and isinstance(value, bool)):
-        raise ConfigError(f"'{key}' must be of type {field.type.__name__}{' or None' if field.optional else ''}; got {value!r} ({type(value).__name__})")
+        raise ConfigError(f"'{key}' must be of type {_type_name(field)}; got {value!r} ({type(value).__name__})")
     if field.choices and value not in field.choices:
         near = difflib.get_close_matches(str(value), field.choices, n=1)
         raise ConfigError(f"'{key}' must be one of {', '.join(field.choices)}; got '{value}'" + (f"; did you mean '{near[0]}'?" if near else ""))

@@ -11,7 +11,7 @@ from typing import Any
 
 @dataclasses.dataclass(frozen=True)
 class Field:
-    """One key. ``kind`` is the type of the default unless the default is None; bounds are inclusive unless ``above``."""
+    """One key. ``kind`` is the type of the default unless the default is None; bounds are inclusive unless ``above``; tuples have an ``example``."""
 
     default: Any
     doc: str
@@ -21,6 +21,7 @@ class Field:
     above: float | None = None
     choices: tuple | None = None
     optional: bool = False
+    example: tuple = ()
 
     @property
     def type(self) -> type:
@@ -62,7 +63,7 @@ FIELDS: dict[str, Any] = {
         "scan_layers": F(None, "run the blocks as one scanned block in training: compiles once; None: from 8 layers on", kind=bool, optional=True),
         "lora_rank": F(0, "rank of low-rank adapters of the checkpoint; only they are trained and pushed; 0: the whole policy is", minimum=0),
         "lora_alpha": F(16.0, "scale of the adapters: alpha / rank", above=0.0),
-        "lora_targets": F(LORA_TARGETS, "linear layers of each block that have adapters", kind=tuple),
+        "lora_targets": F(LORA_TARGETS, "linear layers of each block that have adapters", kind=tuple, example=("query", "value")),
         "sampler_dtype": F("float32", "type of the sampler's parameters; the cast is part of the weight push", choices=("float32", "bfloat16")),
     },
     "task": {
@@ -109,7 +110,12 @@ FIELDS: dict[str, Any] = {
         "on_overdue": F("wait", "due groups that are unfinished: wait for them, drop them, or keep them past η", choices=("wait", "drop", "keep")),
         "group_size": F(8, "samples of a prompt", minimum=1),
         "max_new_tokens": F(112, "length limit of a response", minimum=1),
-        "stop": F((), "texts of one token each, as in ('\\n',); that token (not one that only holds the text) ends a response, and stays in it", kind=tuple),
+        "stop": F(
+            (),
+            "texts of one token each; that token (not one that only holds the text) ends a response, and stays in it",
+            kind=tuple,
+            example=("\n",),
+        ),
         "temperature": F(1.0, "sampling temperature", above=0.0),
         "top_p": F(
             1.0,
@@ -123,8 +129,8 @@ FIELDS: dict[str, Any] = {
         "interruptible": F(True, "take new weights in the middle of generations; False: wait for the running ones"),
         "kv_on_update": F("recompute", "KV cache of unfinished sequences at a weight update", choices=("recompute", "keep")),
         "max_concurrent_groups": F(None, "most groups being generated at once; None: as many as η admits", kind=int, minimum=1, optional=True),
-        "length_buckets": F((), "lengths at which the KV cache is allocated, beside the longest sequence's", kind=tuple),
-        "prefill_buckets": F((32, 72), "lengths to which sequences are padded for prefill and rebuild, beside the longest's", kind=tuple),
+        "length_buckets": F((), "lengths at which the KV cache is allocated, beside the longest sequence's", kind=tuple, example=(48,)),
+        "prefill_buckets": F((32, 72), "lengths to which sequences are padded for prefill and rebuild, beside the longest's", kind=tuple, example=(32, 72)),
         "prefill_groups": F(8, "prompts prefilled together", minimum=1),
         "wait_timeout_s": F(600.0, "longest wait for a batch or an evaluation before the run stops and says what it waited for", above=0.0),
     },
@@ -134,7 +140,9 @@ FIELDS: dict[str, Any] = {
         "minibatches": F(2, "sequential updates in a step", minimum=1),
         "micro_batch_tokens": F(0, "C: capacity of one packed row (Algorithm 1); 0: 192, or more where the longest sequence needs it", minimum=0),
         "micro_batch_rows": F(4, "packed rows computed together, over all data-parallel shards; 0: one a shard", minimum=0),
-        "remat": F("none", "what the backward pass recomputes: nothing, all but matrix products (dots), whole blocks (full)", choices=("none", "dots", "full")),
+        "remat": F(
+            "none", "what the backward pass recomputes: nothing, all but products and attention (dots), blocks (full)", choices=("none", "dots", "full")
+        ),
         "logprob_chunk": F(1024, "tokens a device whose logits over the vocabulary exist at once", minimum=1),
         "learning_rate": F(3e-4, "learning rate", above=0.0),
         "schedule": F("cosine", "learning-rate schedule after the warm-up", choices=("constant", "cosine")),

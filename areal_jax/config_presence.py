@@ -29,8 +29,13 @@ def presence_rules(c: Any) -> Iterator[tuple[bool, str]]:
         path = c.task[key]
         yield bool(path) and not os.path.isfile(path), f"'task.{key}' must be a readable file; '{path}' is not there"
     yield bool(c.sft.path) and not os.path.isdir(c.sft.path), f"'sft.path' must be the warmup directory of another run; '{c.sft.path}' is not there"
-    remedy = f"; download {m.repository} into it (hf download {m.repository} --local-dir {m.path}), or name a copy of it" if m.repository else ""
+    found = "is a file; name its directory" if os.path.isfile(m.path) else "is not there"
+    remedy = (
+        f"; download {m.repository} into it (hf download {m.repository} --local-dir {m.path}), or name a copy of it"
+        if m.repository and not os.path.isfile(m.path)
+        else ""
+    )
     yield (
         bool(m.path) and not os.path.isdir(m.path),
-        f"'model.path' must be a directory with config.json, *.safetensors and tokenizer.json; '{m.path}' is not there{remedy}",
+        f"'model.path' must be a directory with config.json, *.safetensors and tokenizer.json; '{m.path}' {found}{remedy}",
     )

@@ -62,7 +62,10 @@ def _take(workdir: pathlib.Path) -> None:
     _LOCKS[workdir.resolve()] = lock
 
 
-MAY_CHANGE = ("telemetry.", "checkpoint.", "trainer.steps", "rollout.wait_timeout_s", "eval.", "cluster.", "reward.")
+MAY_CHANGE = (
+    *("telemetry.", "checkpoint.", "eval.", "cluster.", "reward.", "trainer.steps", "rollout.wait_timeout_s", "model.repository"),
+    *("model.attention", "model.scan_layers", "trainer.remat", "trainer.logprob_chunk"),  # how it is computed, not what
+)
 """Keys that a resumed run may set anew."""
 AUTOMATIC = ("trainer.micro_batch_tokens", "sft.row_tokens", "sft.steps")
 """Keys that the program settles when they are 0 or None."""

@@ -151,7 +151,9 @@ def test_default_workdir_is_named_after_the_config():
         ("trainer.learning_rate=fast", ("'trainer.learning_rate'", "float", "fast")),
         ("rollout.max_staleness=4.0", ("'rollout.max_staleness'", "int or None", "4.0")),
         ("rollout.interruptible=maybe", ("'rollout.interruptible'", "true or false", "maybe")),
-        ("rollout.length_buckets='48'", ("'rollout.length_buckets'", "tuple", "48")),
+        ("rollout.length_buckets='48'", ("'rollout.length_buckets'", "tuple, as in (48,)", "48")),
+        (r"rollout.stop='\n'", ("'rollout.stop'", r"tuple, as in ('\n',)", r"got '\n'")),
+        ("model.lora_targets=query", ("'model.lora_targets'", "tuple, as in ('query', 'value')", "got 'query'")),
         ("telemetry.trace=2", ("'telemetry.trace'", "true or false", "2")),
     ],
 )
@@ -242,6 +244,7 @@ def test_group_of_one_has_no_baseline(name):
         (["task.name=jsonl"], ("'task.path'",), ["task.name=arithmetic"]),
         (["task.path=absent.jsonl"], ("'task.path'", "absent.jsonl"), [f"task.path={ROOT / 'pyproject.toml'}"]),
         (["model.path=absent"], ("'model.path'", "absent"), [f"model.path={ROOT}"]),
+        ([f"model.path={ROOT / 'pyproject.toml'}"], ("'model.path'", "pyproject.toml' is a file; name its directory"), [f"model.path={ROOT}"]),
         (["sft.path=absent"], ("'sft.path'", "absent"), [f"sft.path={ROOT}"]),
     ],
 )

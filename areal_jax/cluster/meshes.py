@@ -118,11 +118,6 @@ def build_mesh(devices: Sequence[Any], *, data: int = 1, fsdp: int = 1, context:
     return Mesh(np.asarray(devices, dtype=object).reshape(shape), MESH_AXES, axis_types=kinds)
 
 
-def data_shards(mesh: Mesh) -> int:
-    """Over how many parts ('data' and 'fsdp') the rows of a batch are divided."""
-    return mesh.shape["data"] * mesh.shape["fsdp"]
-
-
 def _everyone(config: Any, trainer: Mesh, devices: Sequence[Any]) -> Mesh:
     """The largest warm-up mesh: a multiple of the trainer's fsdp × context × tensor devices whose data shards divide ``sft.rows``."""
     fsdp, context, tensor = (trainer.shape[axis] for axis in ("fsdp", "context", "tensor"))

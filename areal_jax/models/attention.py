@@ -17,6 +17,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
@@ -25,6 +26,7 @@ from areal_jax.models.axes import divided, fitting, logical_to_mesh, names_of
 from areal_jax.models.blockwise import MASKED, blockwise_attention
 from areal_jax.models.kernels import obstacle, splash_attention, splash_kernel, tokamax_attention
 from areal_jax.models.layers import precision
+from areal_jax.models.remat import SAVED
 
 PLAIN_LENGTH = 1024
 """Longest row whose scores 'auto' materialises."""
@@ -63,7 +65,8 @@ def packed_attention(query: jax.Array, key: jax.Array, value: jax.Array, segment
         if splash:
             return splash_attention(kernel, query, key, value, mine(segment_ids), segment_ids)
         compute = {"plain": plain_attention, "blockwise": blockwise_attention, "kernel": tokamax_attention}[backend]
-        return compute(query, key, value, mine(segment_starts(segment_ids)), offset)
+        mixed = compute(query, key, value, mine(segment_starts(segment_ids)), offset)
+        return mixed if backend == "blockwise" else checkpoint_name(mixed, SAVED)  # blockwise names what its backward pass needs, as splash does
 
     if mesh is None or whole:
         return attend(kernel, query, key, value, segment_ids, 0)

@@ -1,6 +1,6 @@
 """From logical axes of parameters and activations to mesh axes.
 
-Invariant: sampler, trainer and weight push all take their mesh axes from here, so that they cannot disagree.
+Invariant: an axis of a mesh is named here and nowhere else but where it is computed with; an axis that does not divide its dimension is left out.
 """
 
 from __future__ import annotations

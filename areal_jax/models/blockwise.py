@@ -16,10 +16,9 @@ import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 
 from areal_jax.models.layers import precision
+from areal_jax.models.remat import SAVED
 
 MASKED = -1e30
-SAVED = "attention"
-"""Name of the outputs and normalisers, for rematerialisation policies that keep them."""
 
 
 def blockwise_attention(query: jax.Array, key: jax.Array, value: jax.Array, starts: jax.Array, offset: Any, block: int = 512) -> jax.Array:

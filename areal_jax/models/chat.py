@@ -99,7 +99,10 @@ def load_chat(path: pathlib.Path, config: Mapping[str, Any], special_tokens: Map
     """
     file = path / "chat_template.jinja"
     if file.is_file():
-        return ChatTemplate(file.read_text(encoding="utf-8"), special_tokens, str(file))
+        try:
+            return ChatTemplate(file.read_text(encoding="utf-8"), special_tokens, str(file))
+        except UnicodeDecodeError as error:
+            raise ValueError(f"'{file}' must be UTF-8 text: {error}; fetch it again") from error
     file, source = path / "tokenizer_config.json", config.get("chat_template")
     legacy = path / "chat_template.json"
     if source is None and legacy.is_file():

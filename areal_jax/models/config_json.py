@@ -184,7 +184,7 @@ def _family(file: pathlib.Path, config: Mapping[str, Any]) -> str:
 def _refusals(config: Mapping[str, Any], family: str) -> list[tuple[bool, str]]:
     """(broken, rule) of every switch that changes the computation."""
     layers = config.get("layer_types") or []
-    others = sorted({str(kind) for kind in layers} - {"full_attention"})
+    others = sorted({str(kind) for kind in layers} - {"full_attention"}) if isinstance(layers, list) else []
     window = config.get("sliding_window") if family == "llama" and config.get("use_sliding_window") is None else None
     ours = {"qwen2": (None, True)}.get(family, (None, False))
     refusals = [
@@ -192,6 +192,7 @@ def _refusals(config: Mapping[str, Any], family: str) -> list[tuple[bool, str]]:
         (bool(config.get("quantization_config")), "'quantization_config' must be absent: quantised weights are not read"),
         (bool(config.get("use_sliding_window")), "'use_sliding_window' must be false: attention here is full"),
         (window is not None, f"'sliding_window' must be null: attention here is full; got {window}"),
+        (not isinstance(layers, list), f"'layer_types' must be a list; got {str(layers)[:80]}"),
         (bool(others), f"'layer_types' must all be full_attention; got {', '.join(others)}"),
         (config.get("attention_bias") not in ours, f"'attention_bias' of a {family} policy must be {str(ours[1]).lower()}; got {config.get('attention_bias')}"),
         (bool(config.get("mlp_bias")), f"'mlp_bias' must be false; got {config.get('mlp_bias')}"),

@@ -11,7 +11,7 @@ from __future__ import annotations
 import os
 import pathlib
 import shutil
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from typing import Any
 
 import jax
@@ -52,7 +52,6 @@ def export_policy(
     *,
     source: str | pathlib.Path | None = None,
     dtype: str | None = None,
-    generation: Mapping[str, Any] | None = None,
     shard_bytes: int = SHARD_BYTES,
 ) -> None:
     """Writes a policy.
@@ -64,7 +63,6 @@ def export_policy(
       tokenizer: saved beside them when there is no ``source``.
       source: checkpoint that the policy was loaded from; its tokenizer files and its entries of generation_config.json are kept.
       dtype: stored type, 'float32' or 'bfloat16'; None or 'parameters': the parameters' own.
-      generation: further entries of generation_config.json, such as the temperature.
       shard_bytes: most bytes of one *.safetensors file.
 
     Raises:
@@ -87,7 +85,7 @@ def export_policy(
     fresh.mkdir()
     try:
         _save_tensors(fresh, leaves, PARAM_TYPES[dtype], shard_bytes)
-        _save_small_files(fresh, model, dtype, tokenizer, origin, generation or {})
+        _save_small_files(fresh, model, dtype, tokenizer, origin)
         _replace(fresh, target, old)
     finally:
         shutil.rmtree(fresh, ignore_errors=True)
@@ -106,14 +104,12 @@ def _checked_leaves(model: ModelConfig, params: Params) -> list[tuple[str, Any]]
     return leaves
 
 
-def _save_small_files(
-    fresh: pathlib.Path, model: ModelConfig, dtype: str, tokenizer: Tokenizer, origin: pathlib.Path | None, generation: Mapping[str, Any]
-) -> None:
+def _save_small_files(fresh: pathlib.Path, model: ModelConfig, dtype: str, tokenizer: Tokenizer, origin: pathlib.Path | None) -> None:
     config = {} if origin is None else read_json_if_there(origin / "config.json")
     write_json(fresh / "config.json", config_json(model, dtype, config))
     ids = {"bos_token_id": config.get("bos_token_id"), "eos_token_id": list(model.eos_ids), "pad_token_id": model.pad_id}
     kept = {} if origin is None else read_json_if_there(origin / "generation_config.json")
-    write_json(fresh / "generation_config.json", ids | kept | dict(generation))
+    write_json(fresh / "generation_config.json", ids | kept)
     if origin is None:
         tokenizer.save(fresh)
         return

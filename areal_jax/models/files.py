@@ -48,7 +48,7 @@ def read_json(file: pathlib.Path) -> dict[str, Any]:
         raise PolicyFilesError(f"'{file}' is a Git LFS pointer, not the file itself; fetch it with 'git lfs pull'")
     try:
         value = json.loads(data.decode("utf-8"))
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise PolicyFilesError(f"'{file}' must be JSON: {error}; fetch it again") from error
     if not isinstance(value, dict):
         raise PolicyFilesError(f"'{file}' must be a JSON object; it is a {type(value).__name__}; fetch it again")

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -27,8 +26,8 @@ from areal_jax.models.architecture import ModelConfig
 from areal_jax.models.attention import packed_attention
 from areal_jax.models.axes import divided, fitting, logical_to_mesh, names_of
 from areal_jax.models.block import Block
-from areal_jax.models.blockwise import SAVED
 from areal_jax.models.policy import Params, bind
+from areal_jax.models.remat import GATHERED, rematerialised
 from areal_jax.models.scores import token_scores
 from areal_jax.models.sharding import param_specs
 
@@ -36,7 +35,6 @@ SCAN_FROM = 8
 """Blocks from which 'model.scan_layers=None' scans."""
 FLOAT32 = ("scale", "router")
 """Parameters that the layers use in float32."""
-GATHERED = "gathered"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -46,7 +44,9 @@ class ForwardSettings:
     Attributes:
       attention: backend, of ``models.attention``.
       scan: blocks run under ``jax.lax.scan``.
-      remat: 'none', 'dots' (all but matrix products and attention is computed anew in the backward pass) or 'full' (whole blocks are).
+      remat: 'none', 'dots' (matrix products and attention's result are kept, the rest is computed anew in the backward pass; of a mixture the experts'
+        gate and up products, not the down product, whose result is ``experts_per_token`` hidden vectors a token; the GPU's attention kernel runs again,
+        as tokamax does not name what its backward pass needs) or 'full' (whole blocks are computed anew).
       chunk: tokens a device whose logits over the vocabulary exist at once.
       mesh: that parameters and rows lie on; None: one device.
     """
@@ -155,7 +155,7 @@ def _run_blocks(model: ModelConfig, layers: Params, x: jax.Array, tables: Any, s
         params = params if mesh is None else _gathered(model, mesh, params)
         return _residual(mesh, _block(model, params)(0, x, tables, attend, mesh))
 
-    block = _rematerialised(block, settings, mesh)
+    block = rematerialised(block, settings.remat, gathers=mesh is not None, scanned=settings.scan)
     x = _residual(mesh, x)
     ordered = [layers[f"layer_{i}"] for i in range(model.layers)]
     if not settings.scan:
@@ -164,15 +164,6 @@ def _run_blocks(model: ModelConfig, layers: Params, x: jax.Array, tables: Any, s
     if mesh is not None:
         stack = jax.tree.map(lambda leaf, spec: _constrained(mesh, leaf, P(None, *spec)), stack, _block_specs(model))
     return jax.lax.scan(lambda x, params: (block(x, params), None), x, stack)[0]
-
-
-def _rematerialised(block: Callable[..., Any], settings: ForwardSettings, mesh: Mesh | None) -> Callable[..., Any]:
-    policies = jax.checkpoint_policies
-    if settings.remat == "none":
-        # Without a policy of its own the backward pass would keep every block's gathered parameters.
-        return block if mesh is None else jax.checkpoint(block, policy=policies.save_anything_except_these_names(GATHERED), prevent_cse=not settings.scan)
-    dots = policies.save_from_both_policies(policies.dots_with_no_batch_dims_saveable, policies.save_only_these_names(SAVED))
-    return jax.checkpoint(block, policy={"dots": dots, "full": policies.nothing_saveable}[settings.remat], prevent_cse=not settings.scan)
 
 
 def _compute_copy(model: ModelConfig, params: Params) -> Params:
@@ -195,9 +186,12 @@ def _residual(mesh: Mesh | None, x: jax.Array) -> jax.Array:
 
 
 def _gathered(model: ModelConfig, mesh: Mesh, params: Params) -> Params:
+    """A block's parameters whole over fsdp, but for the experts' kernels, which the mixture gathers itself."""
+
     def gather(path: tuple[Any, ...], leaf: jax.Array, spec: P) -> jax.Array:
         leaf = leaf if any(part.key in FLOAT32 for part in path) else leaf.astype(model.dtype)
-        return checkpoint_name(_gather(mesh, spec, leaf), GATHERED)
+        own = any(part.key == "experts" for part in path)
+        return leaf if own else checkpoint_name(_gather(mesh, spec, leaf), GATHERED)
 
     return jax.tree_util.tree_map_with_path(gather, params, _block_specs(model))
 

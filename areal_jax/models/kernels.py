@@ -17,7 +17,7 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from areal_jax.config import ConfigError
-from areal_jax.models.blockwise import SAVED
+from areal_jax.models.remat import SAVED
 
 LANES = 128
 """Splash attention takes whole multiples of so many queries and keys."""
@@ -80,7 +80,11 @@ def splash_attention(kernel: Any, query: jax.Array, key: jax.Array, value: jax.A
 
 
 def tokamax_attention(query: jax.Array, key: jax.Array, value: jax.Array, starts: jax.Array, offset: Any) -> jax.Array:
-    """``blockwise_attention`` by tokamax: causal, within a window a query."""
+    """``blockwise_attention`` by tokamax: causal, within a window a query.
+
+    With queries divided over context each device's are padded to the whole row, so that a context axis divides the memory but may not divide the
+    kernel's work.
+    """
     import tokamax
     from absl import flags
 

@@ -12,19 +12,18 @@ so that shapes would need a capacity and tokens beyond it would be dropped.
 from __future__ import annotations
 
 import functools
-import math
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
+from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
 from areal_jax.models.architecture import ModelConfig
+from areal_jax.models.axes import fitting, logical_to_mesh, names_of
 from areal_jax.models.layers import Linear, precision
-
-TOKEN_AXES = (("data", "fsdp"), ("context",))
-"""Mesh axes over which the first and the second axis of [rows, length, hidden] are divided."""
+from areal_jax.models.remat import GATHERED, SAVED
 
 
 class ExpertKernels(nnx.Module):
@@ -54,21 +53,29 @@ class MixtureOfExperts(nnx.Module):
         kernels = [self.experts[name].kernel[...].astype(self.model.dtype) for name in ("gate", "up", "down")]
         if mesh is None or mesh.size == 1:
             return mixture(self.model, x, router, *kernels)
-        tokens = token_spec(x.shape, mesh)
-        divided = self.model.expert_mlp_size % mesh.shape["tensor"] == 0
-        tensor = "tensor" if divided and mesh.shape["tensor"] > 1 else None
-        inner, outer = P(None, None, tensor), P(None, tensor, None)
-        local = functools.partial(mixture, self.model, axis=tensor)
+        tokens = token_spec(mesh, x.shape)
+        inner = fitting(mesh, logical_to_mesh("experts", "hidden", "mlp"), kernels[0].shape)
+        gather = names_of(inner[1]) if set(names_of(inner[1])) <= set(names_of(tokens[0])) else ()
+        summed = tuple(name for part in tokens for name in names_of(part) if name not in gather)
+        hidden, tensor = gather or None, inner[2] if mesh.shape["tensor"] > 1 else None
+        inner, outer = P(None, hidden, tensor), P(None, tensor, hidden)
+
+        def local(x: jax.Array, router: jax.Array, gate: jax.Array, up: jax.Array, down: jax.Array) -> jax.Array:
+            def whole(kernel: jax.Array, axis: int) -> jax.Array:
+                # Cast before it is gathered: its gradient is then scattered over fsdp before it is summed over the other axes of the tokens.
+                kernel = jax.lax.pcast(kernel, summed, to="varying") if summed else kernel
+                return checkpoint_name(jax.lax.all_gather(kernel, gather, axis=axis, tiled=True), GATHERED)
+
+            kernels = (whole(gate, 1), whole(up, 1), whole(down, 2)) if gather else (gate, up, down)
+            return mixture(self.model, x, router, *kernels, axis=tensor)
+
         return jax.shard_map(local, mesh=mesh, in_specs=(tokens, P(), inner, inner, outer), out_specs=tokens)(x, router, *kernels)
 
 
-def token_spec(shape: tuple[int, ...], mesh: Mesh) -> P:
-    """How [..., hidden] is divided among devices; an axis that the mesh does not divide is on every device."""
-    parts = []
-    for size, axes in zip(shape[:-1], TOKEN_AXES, strict=False):
-        named = tuple(axis for axis in axes if axis in mesh.shape)
-        parts.append(named if named and size % math.prod(mesh.shape[axis] for axis in named) == 0 else None)
-    return P(*parts)
+def token_spec(mesh: Mesh, shape: tuple[int, ...]) -> P:
+    """How tokens [rows, hidden] or [rows, length, ..., hidden] are divided among devices."""
+    axes = ("batch", "length")[: len(shape) - 1]
+    return fitting(mesh, logical_to_mesh(*axes), shape)
 
 
 def route(x: jax.Array, router: jax.Array, per_token: int, normalise: bool) -> tuple[jax.Array, jax.Array]:
@@ -109,7 +116,8 @@ def mixture(model: ModelConfig, x: jax.Array, router: jax.Array, gate: jax.Array
     rows = flat.astype(gate.dtype)[order // model.experts_per_token]
     sizes = jnp.bincount(experts.reshape(-1), length=model.experts).astype(jnp.int32)
     product = functools.partial(jax.lax.ragged_dot, group_sizes=sizes, precision=precision(gate.dtype))
-    mixed = product(jax.nn.silu(product(rows, gate)) * product(rows, up), down)
+    opened, wide = (checkpoint_name(product(rows, kernel), SAVED) for kernel in (gate, up))
+    mixed = product(jax.nn.silu(opened) * wide, down)
     mixed = mixed[jnp.argsort(order)].reshape(*experts.shape, -1)
     total = jnp.einsum("tk,tkh->th", weights, mixed.astype(jnp.float32), precision=jax.lax.Precision.HIGHEST)
     if axis is not None:

@@ -79,7 +79,7 @@ def read_header(file: pathlib.Path) -> dict[str, StoredTensor]:
         raise PolicyFilesError(f"'{file}' must be readable: {error}; change its permissions or fetch it again") from error
     try:
         header = json.loads(text.decode("utf-8"), object_pairs_hook=_unique)
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise PolicyFilesError(f"'{file}' must have a JSON header: {error}; fetch it again") from error
     if not isinstance(header, dict):
         raise PolicyFilesError(f"'{file}' must have a JSON object as header; it is a {type(header).__name__}; fetch it again")
@@ -182,7 +182,7 @@ def _entry(file: pathlib.Path, name: str, value: Any) -> tuple[np.dtype, tuple[i
     shape, offsets = (value.get(key) for key in ("shape", "data_offsets"))
     if not (isinstance(shape, list) and all(map(count, shape)) and isinstance(offsets, list) and len(offsets) == 2 and all(map(count, offsets))):
         raise PolicyFilesError(f"'{file}': '{name}' must have a shape and two data_offsets; its header says {value}; fetch it again")
-    if value.get("dtype") not in DTYPES:
+    if not isinstance(value.get("dtype"), str) or value["dtype"] not in DTYPES:
         raise PolicyFilesError(
             f"'{file}': '{name}' must be stored as one of {', '.join(DTYPES)}; it is {value.get('dtype')}; take a checkpoint that is not quantised"
         )

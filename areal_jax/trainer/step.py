@@ -2,7 +2,8 @@
 
 Invariants:
 * Parameters lie as ``models.sharding`` says, optimizer moments and gradients like their parameters, counters everywhere.
-* Gradients and moments are float32 whatever the parameters' type.
+* Accumulated gradients and moments are float32 whatever the parameters' type. A micro-batch's own gradients of kernels are of the compute type, and
+  are summed over data, fsdp and context in it, before they are added.
 * A gradient that is not finite changes nothing but the count of skipped updates.
 * With adapters the state holds them alone, in float32; the frozen rest lies beside it, in a type of its own, and no program changes or donates it.
 """

@@ -88,8 +88,8 @@ class SupervisedTrainer(StateHolder):
         params: Any,
         corpus: MicroBatch,
         seed: int,
+        forward: ForwardSettings,
         param_dtype: str = "float32",
-        forward: ForwardSettings | None = None,
     ):
         """Puts the state in place and compiles the step.
 
@@ -100,12 +100,12 @@ class SupervisedTrainer(StateHolder):
           params: to start from; copied.
           corpus: from ``pack_demonstrations``.
           seed: of the order of rows.
-          param_dtype: type of the parameters.
           forward: how the forward pass is computed.
+          param_dtype: type of the parameters.
         """
         super().__init__(model, mesh, section, params, param_dtype)
         self.section, self.corpus, self.seed = section, corpus, seed
-        self._forward = forward or ForwardSettings(mesh=mesh)
+        self._forward = forward
         self._rows = -(-section.rows // self.placement.shards) * self.placement.shards
         self._compile()
 

@@ -82,7 +82,7 @@ def warm_up(
             step = math.lcm(16, mesh.shape["context"])
             row_tokens = config.sft.row_tokens or -(-max(144, *(len(p) + len(r) for p, r in corpus)) // step) * step
             packed = pack_demonstrations(corpus, row_tokens)
-            trainer = SupervisedTrainer(config.sft, model, mesh, params, packed, config.seed, config.model.param_dtype, forward_settings(config, model, mesh))
+            trainer = SupervisedTrainer(config.sft, model, mesh, params, packed, config.seed, forward_settings(config, model, mesh), config.model.param_dtype)
         if latest is not None:
             try:
                 state, meta = checkpoints.restore(latest, trainer.abstract_state())

@@ -47,7 +47,7 @@ def test_shapes(host, trainer_axes, sampler_axes, counts, trainer, sampler):
     assert made.shared == (host == 1)
     assert (ours == theirs) if made.shared else not ours & theirs
     assert set(made.everyone.devices.flat) <= ours | theirs
-    assert config.sft.rows % meshes.data_shards(made.everyone) == 0
+    assert config.sft.rows % (made.everyone.shape["data"] * made.everyone.shape["fsdp"]) == 0
     assert tuple(made.everyone.shape[axis] for axis in AXES[1:]) == trainer[1:]
     assert "trainer" in made.describe()
 

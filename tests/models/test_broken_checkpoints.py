@@ -143,6 +143,7 @@ ONE = {
     "config.json cut off": (cut("config.json", 100), ["config.json' must be JSON", "fetch it again"]),
     "config.json a list": (write("config.json", b"[1, 2]"), ["config.json' must be a JSON object", "list"]),
     "config.json not text": (write("config.json", b"\xff\xfe\x00"), ["config.json' must be JSON", "fetch it again"]),
+    "config.json nested without end": (write("config.json", b"[" * 100_000), ["config.json' must be JSON", "fetch it again"]),
     "config.json a pointer": (write("config.json", POINTER), ["config.json'", "Git LFS pointer", "git lfs pull"]),
     "generation_config.json broken": (write("generation_config.json", b"{"), ["generation_config.json' must be JSON"]),
     "weights absent": (remove(WEIGHTS), ["must hold *.safetensors", "there are none", "fetch"]),
@@ -161,6 +162,8 @@ ONE = {
     "header without a shape": (header(lambda h: h[KEY].pop("shape") and None), [WEIGHTS, KEY, "must have a shape"]),
     "header with a negative size": (header(lambda h: h[KEY].update(shape=[-16, 16])), [WEIGHTS, KEY, "must have a shape"]),
     "header with another size": (header(lambda h: h[KEY].update(shape=[16, 17])), [WEIGHTS, KEY, "[16, 17] cannot have the data_offsets"]),
+    "header with a list for a type": (header(lambda h: h[KEY].update(dtype=["F32"])), [WEIGHTS, KEY, "it is ['F32']", "not quantised"]),
+    "header nested without end": (header(lambda _: b'{"a": ' + b"[" * 100_000), [WEIGHTS, "JSON header", "fetch it again"]),
     "header with a hole": (header(lambda h: h.pop(KEY) and None), [WEIGHTS, "must begin at byte", "fetch it again"]),
     "tensor missing": (tensors(lambda held: held.pop(KEY)), ["must hold the tensor", KEY, "[16, 16]", "missing", "fetch"]),
     "tensor too much": (
@@ -188,6 +191,8 @@ ONE = {
     "mlp_bias": (config(mlp_bias=True), ["config.json", "'mlp_bias'", "True"]),
     "activation": (config(hidden_act="gelu"), ["config.json", "'hidden_act'", "silu", "gelu"]),
     "sliding window": (config(use_sliding_window=True), ["config.json", "'use_sliding_window'", "full"]),
+    "layers' kinds a number": (config(layer_types=5), ["config.json", "'layer_types' must be a list; got 5"]),
+    "layers' kinds a text": (config(layer_types="full_attention"), ["config.json", "'layer_types' must be a list; got full_attention"]),
     "sliding layers": (config(layer_types=["full_attention", "sliding_attention"]), ["config.json", "'layer_types'", "sliding_attention"]),
     "sliding window of llama": (
         config(["use_sliding_window", "attention_bias"], **LLAMA, sliding_window=4096),
@@ -239,6 +244,7 @@ ONE = {
     "tokenizer absent": (remove("tokenizer.json"), ["tokenizer.json", "is not there"]),
     "tokenizer a pointer": (write("tokenizer.json", POINTER), ["tokenizer.json'", "Git LFS pointer", "git lfs pull"]),
     "tokenizer cut off": (cut("tokenizer.json", 500), ["tokenizer.json'", "fetch it again"]),
+    "chat template not text": (write("chat_template.jinja", b"\xff\xfe"), ["chat_template.jinja' must be UTF-8 text", "fetch it again"]),
     "tokenizer larger than the vocabulary": (config(vocab_size=200), ["one'", "vocabulary of 200", "the policy's own tokenizer"]),
 }
 MANY = {

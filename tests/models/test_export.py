@@ -104,12 +104,10 @@ def test_shards_meshes_types_and_replacement(tmp_path):
         model,
         jax.device_put(low, named_shardings(mesh, param_specs(model), low)),
         TOKENIZER,
-        generation={"temperature": 0.6},
         shard_bytes=4000,
     )
     assert [p.name for p in tmp_path.iterdir()] == ["policy"]
     assert len(list((tmp_path / "policy").glob("*.safetensors"))) > 2 and not (tmp_path / "policy" / "model.safetensors").exists()
-    assert json.loads((tmp_path / "policy" / "generation_config.json").read_text())["temperature"] == 0.6
     loaded, again = load_policy(tmp_path / "policy", param_dtype="bfloat16")
     assert loaded == model
     for x, y in zip(jax.tree.leaves(again), jax.tree.leaves(low), strict=True):
@@ -147,10 +145,10 @@ def test_what_came_with_a_checkpoint_is_kept(tmp_path):
         (tmp_path / "source" / name).write_bytes(data)
     (tmp_path / "source" / "README.md").write_text("about another policy")
     for target in ("policy", "source"):  # into a new place, and over the source itself
-        export_policy(tmp_path / target, model, params, TOKENIZER, source=tmp_path / "source", generation={"temperature": 1.0})
+        export_policy(tmp_path / target, model, params, TOKENIZER, source=tmp_path / "source")
         for name, data in files.items():
             assert (tmp_path / target / name).read_bytes() == data
-        assert json.loads((tmp_path / target / "generation_config.json").read_text()) == given | {"temperature": 1.0}
+        assert json.loads((tmp_path / target / "generation_config.json").read_text()) == given
         after = json.loads((tmp_path / target / "config.json").read_text())
         assert (after["bos_token_id"], after["initializer_range"]) == (7, 0.04)
         assert not (tmp_path / target / "README.md").exists()

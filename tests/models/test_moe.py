@@ -122,7 +122,7 @@ def test_values_and_gradients_do_not_depend_on_the_mesh(mesh, shape):
 
     specs = param_specs(model)["layers"]["layer_0"]["mlp"]
     placed = jax.device_put(block, named_shardings(mesh, specs, block))
-    rows = jax.device_put(x, NamedSharding(mesh, token_spec(x.shape, mesh)))
+    rows = jax.device_put(x, NamedSharding(mesh, token_spec(mesh, x.shape)))
     (_, alone), slopes = jax.jit(both, static_argnums=2)(block, x, None)
     (_, together), shared = jax.jit(both, static_argnums=2)(placed, rows, mesh)
     np.testing.assert_allclose(together, alone, atol=1e-5)
@@ -133,7 +133,7 @@ def test_tokens_stay_where_they_are_and_only_kernels_are_gathered():
     model, mesh = model_of(), on_mesh(2, 2, 2)
     block, x = block_of(model), tokens_of(8, 50)
     placed = jax.device_put(block, named_shardings(mesh, param_specs(model)["layers"]["layer_0"]["mlp"], block))
-    rows = jax.device_put(x, NamedSharding(mesh, token_spec(x.shape, mesh)))
+    rows = jax.device_put(x, NamedSharding(mesh, token_spec(mesh, x.shape)))
     program = jax.jit(lambda b, y: layer(model, b, y, mesh)).lower(placed, rows).compile()
     text = program.as_text()
     gathered = [tuple(int(n) for n in dims.split(",")) for dims in re.findall(r"= f32\[([\d,]+)\]\S* all-gather\(", text)]
@@ -142,6 +142,25 @@ def test_tokens_stay_where_they_are_and_only_kernels_are_gathered():
     assert "all-to-all" not in text
     assert text.count(" all-reduce(") == 1, "one sum over tensor"
     assert program.output_shardings.is_equivalent_to(rows.sharding, 3)
+
+
+def test_gradients_of_kernels_are_scattered_before_they_are_summed():
+    """Over fsdp, so that a device sends the sums of its own part alone over data."""
+    model, mesh = model_of(), on_mesh(2, 2, 2)
+    block, x = block_of(model), tokens_of(8, 50)
+    shardings = named_shardings(mesh, param_specs(model)["layers"]["layer_0"]["mlp"], block)
+    rows = jax.device_put(x, NamedSharding(mesh, token_spec(mesh, x.shape)))
+    program = jax.jit(jax.grad(lambda b, y: jnp.sum(jnp.square(layer(model, b, y, mesh)))), out_shardings=shardings)
+    text = program.lower(jax.device_put(block, shardings), rows).compile().as_text()
+
+    def shapes(operation):
+        results = re.findall(rf"= (.*?) {operation}\(", text)
+        return [tuple(int(n) for n in dims.split(",")) for result in results for dims in re.findall(r"f32\[([\d,]+)\]", result)]
+
+    whole, part = sorted([(6, HIDDEN, 8)] * 2 + [(6, 8, HIDDEN)]), sorted([(6, HIDDEN // 2, 8)] * 2 + [(6, 8, HIDDEN // 2)])
+    kernels = {*whole, *part}
+    assert sorted(shape for shape in shapes("reduce-scatter") if shape in kernels) == part
+    assert sorted(shape for shape in shapes("all-reduce") if shape in kernels) == part
 
 
 def test_whole_policy_on_a_mesh_has_the_logits_of_one_device():
@@ -158,9 +177,9 @@ def test_whole_policy_on_a_mesh_has_the_logits_of_one_device():
 
 def test_token_spec_leaves_out_what_does_not_divide():
     mesh = on_mesh(2, 2, 2)
-    assert token_spec((8, 5, HIDDEN), mesh) == P(("data", "fsdp"), "context")
-    assert token_spec((6, HIDDEN), mesh) == P(None)
-    assert token_spec((8, 5, HIDDEN), on_mesh(1, 2, 1, context=2)) == P(("data", "fsdp"), None)
+    assert token_spec(mesh, (8, 5, HIDDEN)) == P(("data", "fsdp"), "context", None)
+    assert token_spec(mesh, (6, HIDDEN)) == P(None, None)
+    assert token_spec(on_mesh(1, 2, 1, context=2), (8, 5, HIDDEN)) == P(("data", "fsdp"), None, None)
 
 
 @pytest.mark.parametrize("normalise", [True, False])

@@ -5,6 +5,7 @@ import numpy as np
 import pytest
 
 from areal_jax.config import base_config
+from areal_jax.models.forward import ForwardSettings
 from areal_jax.models.policy import packed_logits
 from areal_jax.trainer.packing import take_rows
 from areal_jax.trainer.supervised import SupervisedTrainer, learning_rate, pack_demonstrations, rows_of_step
@@ -52,7 +53,7 @@ def test_learning_rate_warms_up_stays_and_falls(section):
 @pytest.fixture(scope="module")
 def made(section, model, params, pairs, mesh_of):
     """One compiled trainer for the module; ``trainer`` sets it back."""
-    trainer = SupervisedTrainer(section, model, mesh_of(), params, pack_demonstrations(pairs, 32), seed=1)
+    trainer = SupervisedTrainer(section, model, mesh_of(), params, pack_demonstrations(pairs, 32), seed=1, forward=ForwardSettings())
     return trainer, jax.device_get(trainer.state)
 
 
@@ -71,7 +72,8 @@ def test_it_learns_on_any_mesh_and_goes_on_exactly_after_a_restore(trainer, sect
     trainer.load_state(saved)
     assert trainer.version == 3
     assert [float(trainer.step()["loss"]) for _ in range(9)] == losses[3:]
-    sharded = SupervisedTrainer(section, model, mesh_of(data=2, tensor=2), jax.device_put(params), trainer.corpus, seed=1)
+    mesh = mesh_of(data=2, tensor=2)
+    sharded = SupervisedTrainer(section, model, mesh, jax.device_put(params), trainer.corpus, seed=1, forward=ForwardSettings(mesh=mesh))
     np.testing.assert_allclose([float(sharded.step()["loss"]) for _ in range(12)], losses, rtol=1e-4)
 
 

@@ -11,6 +11,7 @@ from areal_jax.config import base_config
 from areal_jax.config_fields import LORA_TARGETS
 from areal_jax.models.adapters import add, merge
 from areal_jax.models.architecture import Lora
+from areal_jax.models.forward import ForwardSettings
 from areal_jax.models.policy import packed_logits
 from areal_jax.trainer.checkpoint import CheckpointError
 from areal_jax.trainer.supervised import SupervisedTrainer, pack_demonstrations
@@ -56,7 +57,8 @@ def test_warm_up_of_adapters_learns_and_merges(adapted, params, mesh_of):
     ]
     section = base_config().sft
     section.steps, section.rows, section.warmup_steps, section.learning_rate = 40, 8, 4, 2e-2
-    trainer = SupervisedTrainer(section, model, mesh_of(fsdp=2), start, pack_demonstrations(pairs, 32), seed=0)
+    mesh = mesh_of(fsdp=2)
+    trainer = SupervisedTrainer(section, model, mesh, start, pack_demonstrations(pairs, 32), seed=0, forward=ForwardSettings(mesh=mesh))
     losses = [float(trainer.step()["loss"]) for _ in range(30)]
     assert np.mean(losses[-5:]) < 0.8 * losses[0]
     jax.tree.map(np.testing.assert_array_equal, jax.device_get(trainer.frozen), params)
@@ -69,7 +71,7 @@ def test_warm_up_of_adapters_learns_and_merges(adapted, params, mesh_of):
 def test_adapters_of_other_weights_are_refused(config, adapted, mesh_of):
     model, start = adapted
     trainer = SupervisedTrainer(
-        base_config().sft, model, mesh_of(), start, pack_demonstrations([(np.array([2, 3], np.int32), np.array([4, 1], np.int32))], 8), 0
+        base_config().sft, model, mesh_of(), start, pack_demonstrations([(np.array([2, 3], np.int32), np.array([4, 1], np.int32))], 8), 0, ForwardSettings()
     )
     trainer.check_base({"base": trainer.base})
     with pytest.raises(CheckpointError, match=r"weights they were trained on.*model\.path"):
