@@ -8,8 +8,12 @@ import jax
 import numpy as np
 import pytest
 
+from areal_jax.cluster.meshes import build_mesh
 from areal_jax.models.checkpoint import load_policy
 from areal_jax.models.policy import packed_logits
+from areal_jax.sampler.driver import RolloutDriver
+from areal_jax.sampler.engine import SamplerEngine
+from areal_jax.types import GenerationRequest, WeightUpdate
 
 forward = jax.jit(packed_logits, static_argnums=0)
 
@@ -23,6 +27,17 @@ def logits_of(model, params, sequences):
     return np.asarray(forward(model, params, tokens, np.broadcast_to(np.arange(length, dtype=np.int32), tokens.shape), segments))
 
 
+def decoded(model, params, prompt, new_tokens):
+    """Greedy ids of the sampler: the prompt prefilled, then one token after another from the cache, some to a dispatch."""
+    engine = SamplerEngine(model, build_mesh(jax.devices()[:1]), slots=2, max_length=len(prompt) + new_tokens, steps=8, temperature=0.0)
+    finished = []
+    update = WeightUpdate(0, engine.load_params(params))
+    driver = RolloutDriver(engine, update, prefill_groups=1, group_size=1, seed=0, on_progress=lambda progress: finished.extend(progress.finished))
+    driver.submit([GenerationRequest(0, 0, np.asarray(prompt, np.int32), new_tokens)])
+    driver.run_until_done(deadline_s=120.0)
+    return finished[0].tokens.tolist()
+
+
 def test_stories260k_tells_the_story_that_llama2_c_tells(real_models):
     golden = json.loads((real_models / "stories260k" / "golden_greedy_ids.json").read_text())
     model, params = load_policy(real_models / "stories260k" / "hf")
@@ -31,6 +46,7 @@ def test_stories260k_tells_the_story_that_llama2_c_tells(real_models):
     assert len(ids) > 64 and ids[: len(golden["prompt_ids"])] == golden["prompt_ids"]
     (logits,) = logits_of(model, params, [ids])
     assert logits[:-1].argmax(-1).tolist() == ids[1:]
+    assert decoded(model, params, golden["prompt_ids"], 64) == ids[len(golden["prompt_ids"]) :][:64]
 
 
 def test_tiny_llama_of_verl(real_models):
@@ -63,3 +79,11 @@ def test_smollm2_answers_as_transformers_lets_it(real_models, smollm2):
         assert answer.argmax(-1).tolist() == g["new_ids"], g["question"]
         logprobs = np.asarray(jax.nn.log_softmax(answer, -1))[np.arange(len(answer)), g["new_ids"]]
         np.testing.assert_allclose(logprobs, g["logprobs"], atol=5e-4)
+
+
+def test_smollm2_answers_from_the_sampler_too(real_models, smollm2):
+    """The shortest answer, its stop token with it, through prefill and cache."""
+    golden = json.loads((real_models / "smollm2_135m_instruct_gguf" / "golden.json").read_text())["greedy"]
+    shortest = min(golden, key=lambda g: len(g["new_ids"]))
+    model, params = load_policy(smollm2, dtype="float32")
+    assert decoded(model, params, shortest["prompt_ids"], len(shortest["new_ids"]) + 8) == shortest["new_ids"]
