@@ -165,6 +165,7 @@ def make_engine(config: Config, model: ModelConfig, meshes: Meshes, tokenizer: T
         seed=config.seed,
         tokenizer=tokenizer,
         dtype=config.model.sampler_dtype,
+        attention=config.model.attention,
     )
 
 

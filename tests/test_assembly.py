@@ -41,6 +41,14 @@ def test_stop_texts_end_responses_of_the_sampler_alone():
     assert any(not t.truncated and t.tokens[-1] != 1 for t in finished)
 
 
+def test_setting_of_attention_reaches_the_sampler():
+    config, tokenizer = config_of(), embedded_tokenizer()
+    config.model.attention = "kernel"
+    engine = make_engine(config, make_policy(config, tokenizer)[0], make_meshes(config), tokenizer, 48)
+    with pytest.raises(ConfigError, match="attention"):
+        engine.lower_rebuild(48, 48)
+
+
 def test_a_stop_text_of_two_tokens_is_refused_before_the_problems_are_made():
     with pytest.raises(ConfigError, match=r"'rollout\.stop': .*'ab' is 2: 'a' 'b'"):
         load_problems(config_of(stop=("ab",)))

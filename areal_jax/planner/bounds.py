@@ -11,7 +11,7 @@ import dataclasses
 
 from areal_jax.planner.hardware import Chip
 from areal_jax.planner.setup import Axes, Setup
-from areal_jax.planner.work import Batch, Work, batch_of, decode_work, forward_flops, item, matrices, trainer_work
+from areal_jax.planner.work import Batch, Work, batch_of, decode_work, forward_flops, item, matrices, prefill_rows, prefill_widths, trainer_work
 
 
 @dataclasses.dataclass(frozen=True)
@@ -92,10 +92,11 @@ def bounds(setup: Setup) -> Bounds:
     steps = batch.sequences * setup.workload.response / per_step
     live = min(per_step, (1 + (r.max_staleness or 0)) * batch.sequences)
     length = setup.workload.prompt + setup.workload.response / 2
-    entered = setup.config.trainer.groups_per_step * setup.workload.prompt
-    # Prompts are prefilled by every shard alike.
+    width = next(w for w in prefill_widths(setup) if w >= setup.workload.prompt)
+    rows, own = prefill_rows(setup, axes, width)
+    entered = setup.config.trainer.groups_per_step * width * own / rows
     again = live * length / axes.shards if r.kv_on_update == "recompute" else 0.0
-    prefill = (forward_flops(m, entered, setup.workload.prompt / 2, head=False) + forward_flops(m, again, length / 2, head=False)) / axes.tensor / chip.flops
+    prefill = (forward_flops(m, entered, width / 2, head=False) + forward_flops(m, again, length / 2, head=False)) / axes.tensor / chip.flops
     weights = (m.layers * matrices(m).block + (1 if m.tie_embeddings else 2) * matrices(m).head) * item(setup.config.model.sampler_dtype)
     pushed = weights * axes.shards
     push = max(weights / axes.tensor, pushed / setup.trainer.devices) / chip.network

@@ -122,19 +122,25 @@ def planned_engine(setup: Setup, mesh: Any) -> SamplerEngine:
         top_k=r.top_k,
         top_p=r.top_p,
         dtype=setup.config.model.sampler_dtype,
+        attention=setup.config.model.attention,
     )
 
 
-def compile_sampler(setup: Setup, names: Sequence[str] = ("decode", "rebuild"), libtpu: bool = False) -> list[Program]:
-    """The decode program at the longest cache, and the rebuild of the longest caches where updates need one."""
+def compile_sampler(setup: Setup, names: Sequence[str] = ("decode", "enter", "rebuild"), libtpu: bool = False) -> list[Program]:
+    """The decode program at the longest cache, the prefill of the longest sequences, and the rebuild of the longest caches where updates need one."""
     devices, axes, target = target_devices(setup, setup.sampler, libtpu)
-    engine = planned_engine(setup, build_mesh(devices, **dataclasses.asdict(axes)))
+    engine, r = planned_engine(setup, build_mesh(devices, **dataclasses.asdict(axes))), setup.config.rollout
+    lower = {
+        "decode": lambda: engine.lower_generate(setup.longest),
+        "enter": lambda: engine.lower_enter(setup.longest, setup.longest, r.prefill_groups, r.group_size),
+        "rebuild": lambda: engine.lower_rebuild(setup.longest, setup.longest),
+    }
     programs = []
     for name in names:
-        if name == "rebuild" and setup.config.rollout.kv_on_update != "recompute":
+        if name == "rebuild" and r.kv_on_update != "recompute":
             continue
         started = time.monotonic()
-        lowered = engine.lower_generate(setup.longest) if name == "decode" else engine.lower_rebuild(setup.longest, setup.longest)
+        lowered = lower[name]()
         programs.append(_compiled(name, axes, target, lowered, time.monotonic() - started))
     return programs
 

@@ -87,7 +87,7 @@ class RolloutDriver:
     Args:
       engine: compiled programs; may be shared.
       update: the weights to begin with.
-      prefill_groups: distinct sequences prefilled in one program.
+      prefill_groups: distinct sequences prefilled in one program; long ones in more than one.
       group_size: samples that may share one of them.
       seed: the run's seed.
       interruptible: take updates in mid-generation; False lets the running requests finish first, and starts none meanwhile.
@@ -115,7 +115,7 @@ class RolloutDriver:
     ):
         engine.check_params(update.params)
         self.engine, self.seed, self.interruptible, self.kv_on_update = engine, seed, interruptible, kv_on_update
-        self._rows, self._entries = prefill_groups, prefill_groups * group_size
+        self._groups = (prefill_groups, group_size)
         self._on_progress, self._on_weights, self._trace = on_progress, on_weights, trace
         self._lock = lock or threading.RLock()
         self._wake = threading.Condition(self._lock)
@@ -284,16 +284,18 @@ class RolloutDriver:
             self._trace("prefill", start, time.monotonic(), requests=len(batch))
 
     def _next_entries(self) -> list[tuple[int, _Sequence]]:
-        """Requests for one prefill program: at most ``entries`` requests over at most ``rows`` distinct sequences."""
+        """Requests for one prefill program: so many, over so many distinct sequences, as ``SamplerEngine.enter_shape`` has at the longest one's width."""
         free = [slot for slot, sequence in enumerate(self._slots) if sequence is None]
         batch: list[tuple[int, _Sequence]] = []
         rows: set[Any] = set()
-        while self._queue and len(batch) < min(len(free), self._entries):
+        longest = 0
+        while self._queue and len(batch) < len(free):
             request = self._queue[0]
-            row = request.group_id if not len(request.tokens) else request.key
-            if row not in rows and len(rows) == self._rows:
+            rows.add(request.group_id if not len(request.tokens) else request.key)
+            longest = max(longest, len(request.prompt_tokens) + len(request.tokens))
+            most_rows, most = self.engine.enter_shape(self.engine.width(longest), *self._groups)
+            if len(rows) > most_rows or len(batch) >= most:
                 break
-            rows.add(row)
             self._queue.popleft()
             sequence = _Sequence(request, request.max_new_tokens)
             slot = free[len(batch)]
@@ -302,9 +304,10 @@ class RolloutDriver:
         return batch
 
     def _entry_arrays(self, batch: Sequence[tuple[int, _Sequence]]) -> tuple[np.ndarray, Insertion]:
-        longest = max(s.length for _, s in batch)
-        sequences = np.full((self._rows, self.engine.width(longest)), self.engine.model.pad_id, np.int32)
-        columns = np.zeros((8, self._entries), np.int32)
+        width = self.engine.width(max(s.length for _, s in batch))
+        most_rows, entries = self.engine.enter_shape(width, *self._groups)
+        sequences = np.full((most_rows, width), self.engine.model.pad_id, np.int32)
+        columns = np.zeros((8, entries), np.int32)
         columns[1] = len(self._slots)
         rows: dict[Any, int] = {}
         for i, (slot, s) in enumerate(batch):
@@ -369,12 +372,13 @@ class RolloutDriver:
     def warm_up(self) -> None:
         """Compiles every program of the declared shapes, so that none is compiled later."""
         params = self._current.params
-        nowhere = np.full(self._entries, len(self._slots), np.int32)
-        zeros = np.zeros(self._entries, np.int32)
-        insertion = Insertion(zeros, nowhere, zeros, zeros, zeros, zeros, zeros, zeros)
         for length in self.engine.buckets:
             for width in (w for w in self.engine.widths if w <= length):
-                state = self.engine.enter(params, self.engine.new_state(length), np.zeros((self._rows, width), np.int32), insertion, self.seed)
+                rows, entries = self.engine.enter_shape(width, *self._groups)
+                columns = np.zeros((8, entries), np.int32)
+                columns[1] = len(self._slots)
+                sequences = np.zeros((rows, width), np.int32)
+                state = self.engine.enter(params, self.engine.new_state(length), sequences, Insertion(*columns), self.seed)
                 if self.kv_on_update == "recompute":
                     rows = self.engine.rebuild_rows(width)
                     self.engine.rebuild(params, state, np.zeros((rows, width), np.int32), np.full(rows, len(self._slots), np.int32))

@@ -30,11 +30,10 @@ from areal_jax.models.attention import cached_attention, packed_attention
 from areal_jax.models.policy import bind, param_shapes
 from areal_jax.models.sharding import logical_to_mesh, named_shardings, param_specs
 from areal_jax.sampler import jetstream
+from areal_jax.sampler.caches import shared, together, within_shards
 from areal_jax.sampler.sampling import request_keys, sample, uniforms
 from areal_jax.sampler.state import Chunk, DecodeState, Insertion, Prefix
 
-REBUILD_TOKENS = 32768
-"""Most tokens of a shard that one rebuild computes, but for a single longer sequence: it bounds the rebuild's memory."""
 DISPATCH = threading.Lock()
 """Held while a program is enqueued: programs with collectives must come in one order on all devices."""
 
@@ -54,6 +53,7 @@ class SamplerEngine(jetstream.Engine):
       seed: the run's seed, for requests that come through JetStream's own interface.
       tokenizer: a ``models.tokenizer.Tokenizer``, for JetStream's own interface; may be None.
       dtype: type of the parameters on the sampler.
+      attention: backend of prefills and rebuilds, as for ``packed_attention``.
     """
 
     def __init__(
@@ -72,9 +72,10 @@ class SamplerEngine(jetstream.Engine):
         seed: int = 0,
         tokenizer: Any = None,
         dtype: str = "float32",
+        attention: str = "auto",
     ):
         self.model, self._mesh, self.steps, self.seed, self._tokenizer = model, mesh, steps, seed, tokenizer
-        self._slots, self.max_length = slots, max_length
+        self._slots, self.max_length, self._attention = slots, max_length, attention
         self.buckets = (*(b for b in sorted(buckets) if b < max_length), max_length)
         self.widths = (*(w for w in sorted(widths) if w < max_length), max_length)
         self._sampling = (temperature, top_k, top_p)
@@ -167,7 +168,19 @@ class SamplerEngine(jetstream.Engine):
 
     def rebuild_rows(self, width: int) -> int:
         """Sequences of a rebuild at a width: a quarter of the slots, fewer where they are long, as many of each shard."""
-        return self.shards * max(1, min(self._slots // self.shards // 4, REBUILD_TOKENS // width))
+        return self.shards * max(1, min(self._slots // self.shards // 4, together(width)))
+
+    def enter_shape(self, width: int, groups: int, group_size: int) -> tuple[int, int]:
+        """(sequences, requests) of one ``enter`` at a width: ``groups`` sequences, fewer where they are long, with ``group_size`` requests over each."""
+        rows = min(groups, together(width))
+        return rows, rows * group_size
+
+    def lower_enter(self, width: int, length: int, groups: int, group_size: int) -> jax.stages.Lowered:
+        """The program of ``enter`` at a width for a cache of ``length``, from shapes alone."""
+        rows, entries = self.enter_shape(width, groups, group_size)
+        insertion = Insertion(*(jax.ShapeDtypeStruct((entries,), jnp.int32) for _ in range(8)))
+        sequences, seed = jax.ShapeDtypeStruct((rows, width), jnp.int32), jax.ShapeDtypeStruct((), jnp.uint32)
+        return self._enter.lower(self.abstract_params(), self.abstract_state(length), sequences, insertion, seed)
 
     def lower_rebuild(self, width: int, length: int) -> jax.stages.Lowered:
         """The program of ``rebuild`` at a width for a cache of ``length``, from shapes alone."""
@@ -257,17 +270,14 @@ class SamplerEngine(jetstream.Engine):
         def attend(_: int, query: jax.Array, key: jax.Array, value: jax.Array) -> jax.Array:
             keys.append(key.transpose(0, 2, 3, 1))
             values.append(value.transpose(0, 2, 1, 3))
-            return packed_attention(query, key, value, segments, mesh=self._mesh)
+            return packed_attention(query, key, value, segments, self._attention, self._mesh)
 
         policy.hidden(sequences, jnp.broadcast_to(jnp.arange(sequences.shape[1]), sequences.shape), attend, self._mesh)
         return keys, values
 
     def _enter_body(self, params: Any, state: DecodeState, sequences: jax.Array, new: Insertion, seed: jax.Array) -> DecodeState:
-        keys, values = self._caches(params, sequences)
-        shared_keys, shared_values = ([cache[new.rows] for cache in caches] for caches in (keys, values))
         return dataclasses.replace(
-            state,
-            **self._placed(state, shared_keys, shared_values, new.slots),
+            shared(state, *self._caches(params, sequences), new),
             tokens=state.tokens.at[new.slots].set(new.last_tokens, mode="drop"),
             positions=state.positions.at[new.slots].set(new.positions, mode="drop"),
             counts=state.counts.at[new.slots].set(new.counts, mode="drop"),
@@ -277,29 +287,7 @@ class SamplerEngine(jetstream.Engine):
         )
 
     def _rebuild_body(self, params: Any, state: DecodeState, sequences: jax.Array, slots: jax.Array) -> DecodeState:
-        keys, values = self._caches(params, sequences)
-        length = sequences.shape[1]
-
-        def by_shard(x: jax.Array) -> jax.Array:
-            return x.reshape(self.shards, -1, *x.shape[1:])
-
-        def placed(cache: jax.Array, new: jax.Array, place: Any) -> jax.Array:
-            # A shard's rows go into its own slots, so that no shard sends its caches to another.
-            return jax.vmap(place)(by_shard(cache), by_shard(new), by_shard(slots)).reshape(cache.shape)
-
-        return dataclasses.replace(
-            state,
-            keys=tuple(placed(c, k, lambda c, k, s: c.at[s, :, :, :length].set(k, mode="drop")) for c, k in zip(state.keys, keys, strict=True)),
-            values=tuple(placed(c, v, lambda c, v, s: c.at[s, :, :length].set(v, mode="drop")) for c, v in zip(state.values, values, strict=True)),
-        )
-
-    def _placed(self, state: DecodeState, keys: Any, values: Any, slots: jax.Array) -> dict[str, tuple[jax.Array, ...]]:
-        """The caches with keys and values [rows, ...] written at the beginning of ``slots`` [rows]."""
-        length = keys[0].shape[3]
-        return {
-            "keys": tuple(c.at[slots, :, :, :length].set(k, mode="drop") for c, k in zip(state.keys, keys, strict=True)),
-            "values": tuple(c.at[slots, :, :length].set(v, mode="drop") for c, v in zip(state.values, values, strict=True)),
-        }
+        return within_shards(state, *self._caches(params, sequences), slots, self.shards)
 
     def _resize_body(self, state: DecodeState, length: int) -> DecodeState:
         def fit(cache: jax.Array, axis: int) -> jax.Array:

@@ -4,7 +4,7 @@ import pytest
 
 from areal_jax.config import base_config, put, validate
 from areal_jax.planner.compiled import compile_sampler, compile_trainer
-from areal_jax.planner.memory import accumulate_bytes, decode_working, rebuild_working, sampler_memory, trainer_memory
+from areal_jax.planner.memory import accumulate_bytes, decode_working, enter_working, rebuild_working, sampler_memory, trainer_memory
 from areal_jax.planner.setup import make_setup
 from areal_jax.planner.topology import parse_topologies
 
@@ -74,6 +74,17 @@ def test_decoding():
     assert staying["weights"] + staying["KV cache"] == pytest.approx(program.argument, rel=0.01)
     total = staying["weights"] + staying["KV cache"] + decode_working(planned, planned.sampler, planned.slots)
     assert total == pytest.approx(program.total, rel=0.1)
+
+
+@pytest.mark.parametrize(("longest", "groups"), [(512, 8), (2048, 32), (2048, 3)])
+def test_prefilling(longest, groups):
+    """All prompts and copies in one program; fewer, in parts; so few that they do not divide among the shards."""
+    more = SAMPLER | {"rollout.max_new_tokens": longest - 64, "rollout.prefill_groups": groups, "rollout.prefill_buckets": (), "model.attention": "blockwise"}
+    planned = setup("data=8", sampler_devices=8, **more)
+    (program,) = compile_sampler(planned, ("enter",))
+    staying = sampler_memory(planned).staying
+    assert planned.longest == longest
+    assert program.total - staying["weights"] - staying["KV cache"] == pytest.approx(enter_working(planned, planned.sampler), rel=0.35)
 
 
 def test_rebuilding_caches_stays_within_a_shard():

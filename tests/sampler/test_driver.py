@@ -11,6 +11,7 @@ import pytest
 from areal_jax.cluster.meshes import build_mesh
 from areal_jax.models.forward import packed_logprobs
 from areal_jax.models.sharding import named_shardings, param_specs
+from areal_jax.sampler import caches
 from areal_jax.telemetry.compiles import CompileCounter
 from areal_jax.types import GenerationRequest, WeightUpdate
 from areal_jax.weights.push import WeightPusher
@@ -68,6 +69,35 @@ def test_tokens_do_not_depend_on_company_slot_or_order(engine_of, driver_of, run
 @pytest.mark.parametrize("options", [{"steps": 1, "buckets": (), "widths": ()}, {"steps": 8, "buckets": (24,), "widths": (), "slots": 3}], ids=str)
 def test_tokens_do_not_depend_on_the_engines_shapes(engine_of, driver_of, run, requests, plain, options):
     same(run(driver_of(engine_of(**options), prefill_groups=3, group_size=1), requests), plain)
+
+
+@pytest.mark.parametrize("mesh", [(1, 1, 1), (2, 1, 1)], ids=str)
+def test_admissions_divided_by_the_bound_on_a_program(engine_of, driver_of, run, requests, plain, update_of, monkeypatch, mesh):
+    """24 tokens: two short sequences or one long one in a program, copied into two slots or one at once."""
+    monkeypatch.setattr(caches, "PROGRAM_TOKENS", 24)
+    engine = engine_of(mesh=mesh, slots=6, buckets=())
+    assert [engine.enter_shape(width, 3, 4) for width in engine.widths] == [(2, 8), (1, 4)]
+    driver, entered, original = driver_of(engine, prefill_groups=3, group_size=4), [], engine.enter
+    monkeypatch.setattr(
+        engine, "enter", lambda p, s, sequences, insertion, seed: (entered.append(sequences.shape), original(p, s, sequences, insertion, seed))[1]
+    )
+    counter = CompileCounter()
+    driver.warm_up()
+    assert entered == [(2, 12), (1, 32)]
+    counter.mark_steady()
+    finished = run(driver, requests[:6], lambda n: driver.publish(update_of(engine, n + 1, seed=0)) if n == 1 else None)
+    assert counter.steady_state == 0, counter.recent
+    same(finished, {r.key: plain[r.key] for r in requests[:6]})
+    assert entered[2:4] == [(2, 12), (2, 12)], "three groups at once are one too many"
+    driver.submit(requests[:4])
+    for _ in range(3):
+        driver.run_once(0.0)
+    partials = driver.partials()
+    resumed = [dataclasses.replace(r, tokens=t, behaviour_logprobs=p, versions=v) for r in requests if r.key in partials for t, p, v in [partials[r.key]]]
+    entered.clear()
+    same(run(driver_of(engine, prefill_groups=3, group_size=4), resumed), {r.key: plain[r.key] for r in resumed})
+    assert entered == [(1, 32)] * len(resumed) and len(resumed) > 1, "long ones enter one by one"
+    counter.close()
 
 
 @pytest.mark.parametrize("mesh", [(1, 1, 2), (2, 1, 2)], ids=str)

@@ -5,6 +5,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from areal_jax.config import ConfigError
+from areal_jax.sampler import caches
 from areal_jax.sampler.state import Insertion
 
 
@@ -40,6 +42,37 @@ def test_prefix_goes_into_many_slots_and_touches_no_other(engine_of, update_of):
         np.testing.assert_array_equal(cache[0], cache[3])
         assert not np.array_equal(cache[0], cache[1]) and np.all(cache[2] == 7)
     assert len({row.tobytes() for row in np.asarray(state.request_keys)[[0, 1, 3]]}) == 3
+
+
+@pytest.mark.parametrize("mesh", [(1, 1, 1), (2, 1, 2)], ids=str)
+def test_copies_into_slots_are_made_in_parts(model, engine_of, host_params, monkeypatch, mesh):
+    """The compiled program needs less memory for it, and writes the same."""
+    random = np.random.default_rng(0)
+    sequences = random.integers(1, 20, (2, 256)).astype(np.int32)
+    new = insertion(engine_of(slots=32), [(0, 32, 0, 0, 0, 0, 0, 0)] * 256, 256)
+    for i, place in enumerate(random.choice(256, 23, replace=False)):
+        new.rows[place], new.slots[place], new.positions[place], new.limits[place], new.group_ids[place] = i % 2, (i + 5) % 32, 200, 9, i
+    states, needed = [], []
+    for tokens in (1 << 20, 1024, 3 * 256):
+        monkeypatch.setattr(caches, "PROGRAM_TOKENS", tokens)
+        engine = engine_of(mesh=mesh, slots=32, max_length=256, buckets=(), widths=(), seed=tokens)
+        assert engine.enter_shape(256, 2, 128) == (2, 256)
+        needed.append(engine.lower_enter(256, 256, 2, 128).compile().memory_analysis().temp_size_in_bytes)
+        states.append(jax.device_get(engine.enter(engine.load_params(host_params(0)), engine.new_state(256), sequences, new, 5)))
+    assert states[0].live.sum() == 23
+    for state in states[1:]:
+        jax.tree.map(lambda one, other: np.testing.assert_allclose(one, other, atol=1e-6), states[0], state)
+    keys_of_all = 256 * 256 * model.kv_heads // mesh[2] * model.head_dim * 4
+    assert max(needed[1:]) < needed[0] - keys_of_all // 4 and needed[0] > keys_of_all, needed
+
+
+def test_setting_of_attention_is_the_prefills(engine_of):
+    engine = engine_of(attention="kernel")
+    with pytest.raises(ConfigError, match="attention"):
+        engine.lower_enter(16, 16, 1, 1)
+    with pytest.raises(ConfigError, match="attention"):
+        engine.lower_rebuild(16, 16)
+    engine.lower_generate(16)
 
 
 def test_dispatch_reports_the_valid_tokens_of_each_slot(engine_of, update_of):
