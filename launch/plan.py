@@ -9,9 +9,12 @@
 Neither checkpoint nor problems have to be here. Memory, work and least times come from the architecture and the hardware's peaks; for one topology
 the run's own programs are also compiled for its devices (``--compile=no`` leaves that out; ``--compile=libtpu`` takes the TPU's own compiler, which
 needs minutes). Mean lengths of prompts and responses are assumed to be a quarter of their limits unless ``--prompt`` and ``--response`` say so.
+
+Exit status: 0 it fits, 1 it does not (of a range: no size does), 2 the question is refused.
 """
 
 import json
+import os
 import pathlib
 
 from areal_jax.config import ConfigError, load, run_main
@@ -27,6 +30,11 @@ def main(argv: list[str]) -> int:
     compiling = flags.get("compile", "yes" if len(topologies) == 1 else "no")
     if compiling not in ("yes", "no", "libtpu"):
         raise ConfigError(f"'--compile' must be yes, no or libtpu; got '{compiling}'")
+    if compiling != "no" and len(topologies) > 1:
+        raise ConfigError(f"'--compile={compiling}' is for one topology, and '{flags['topology']}' is {len(topologies)}; name one, or leave it out")
+    file = pathlib.Path(flags["json"]) if "json" in flags else None
+    if file and (file.is_dir() or not os.access(file if file.exists() else file.parent, os.W_OK)):
+        raise ConfigError(f"'--json' must name a file that can be written; '{file}' cannot; make its directory")
     lengths = {}
     for name in ("prompt", "response"):
         if name in flags and not (flags[name].isdigit() and int(flags[name])):
@@ -53,9 +61,9 @@ def main(argv: list[str]) -> int:
         programs = [*compile_trainer(now.setup, libtpu=libtpu), *compile_sampler(now.setup, libtpu=libtpu)] if compiling != "no" else []
         print_plan(console, now, best_trainers(now.setup, 4), best_samplers(now.setup), programs)
         plans = [as_json(now, programs)]
-    if "json" in flags:
-        pathlib.Path(flags["json"]).write_text(json.dumps(plans if len(plans) > 1 else plans[0], indent=2, default=str) + "\n")
-    return 0
+    if file:
+        file.write_text(json.dumps(plans if len(plans) > 1 else plans[0], indent=2, default=str) + "\n")
+    return 0 if any(plan["fits"] for plan in plans) else 1
 
 
 if __name__ == "__main__":

@@ -14,10 +14,11 @@ from __future__ import annotations
 
 import dataclasses
 
+from areal_jax.models.architecture import ModelConfig
 from areal_jax.models.attention import PLAIN_LENGTH
 from areal_jax.models.forward import SCAN_FROM
+from areal_jax.planner.counts import item, matrices, trained_elements
 from areal_jax.planner.setup import Setup
-from areal_jax.planner.work import item, matrices
 
 
 @dataclasses.dataclass(frozen=True)
@@ -50,6 +51,8 @@ AT_WORK = {
 }
 WIDENED_AT_WORK = {"full": Arrays(wide=6, hidden=9, query=4, key=4)}
 """Where products are widened to float32: half of 'full's eight wide arrays stay in bfloat16."""
+LAYERS = {"wide": ("gate", "up"), "hidden": ("output", "down"), "query": ("query",), "key": ("key", "value")}
+"""Layers of a block by the shape of their results."""
 SCORES = 4
 """Float32 arrays of attention scores that its backward pass holds instead of the wide ones: weights, their gradients, and what a product transposes
 (3 to 5, as the CPU's compiler lays the products out; small beside the wide arrays in all but tiny policies)."""
@@ -61,6 +64,19 @@ LOGITS = 3
 """Float32 arrays [chunk, vocab / tensor]: logits, their exponentials, the gradient."""
 FINAL = 5
 """Hidden arrays at the head: the last block's output, its norm, both their gradients, and the chunks."""
+
+
+def adapted_products(model: ModelConfig) -> Arrays:
+    """Results of adapters' products in a block, which 'dots' keeps beside those of the kernels."""
+    names = model.lora.targets if model.lora else ()
+    count = {size: sum(name in names for name in layers) for size, layers in LAYERS.items()}
+    return Arrays(**count)
+
+
+def adapted_at_work(model: ModelConfig) -> dict[str, int]:
+    """Wide arrays more that a block with adapters holds at once: the results of theirs where they are computed anew, less the kernels' gradients."""
+    wide = sum(name in model.lora.targets for name in ("gate", "up", "down")) if model.lora else 0
+    return {"full": wide, "dots": -1 if model.lora else 0, "none": 0}
 
 
 def scanned(setup: Setup) -> bool:
@@ -97,17 +113,21 @@ def activation_parts(setup: Setup, widened: bool | None = None) -> dict[str, int
         key=kept_keys * axes.context,
     )
     at_work = WIDENED_AT_WORK.get(t.remat, AT_WORK[t.remat]) if widened else AT_WORK[t.remat]
-    stack = m.layers * w.block // parts if scanned(setup) else 0
-    kept = m.layers * KEPT[t.remat].elements(sizes) * a
+    at_work = dataclasses.replace(at_work, wide=at_work.wide + (-2 if m.lora and widened and t.remat == "full" else adapted_at_work(m)[t.remat]))
+    stack = m.layers * (w.block + w.adapters) // parts if scanned(setup) else 0
+    trained = int(trained_elements(m, axes)) if m.lora else stack
+    kept = m.layers * (KEPT[t.remat].elements(sizes) + (adapted_products(m).elements(sizes) if t.remat == "dots" else 0)) * a
+    if t.remat == "none" and axes.fsdp > 1:
+        kept += m.layers * (w.block + w.adapters) // axes.tensor * c  # the gathered weights
     whole = w.block // axes.tensor if axes.fsdp > 1 else 2 * m.hidden_size * m.mlp_size // axes.tensor
     wide = at_work.wide * sizes.wide * a
     narrow = dataclasses.replace(at_work, wide=0).elements(sizes) * a
     one = max(wide, SCORES * score_elements(setup) * 4) + narrow + whole * a + (REDUCED * sizes.hidden * a if axes.tensor > 1 else 0)
     head = w.head // axes.tensor
     chunk = min(tokens, t.logprob_chunk) * m.vocab_size // axes.tensor * 4
-    scores = LOGITS * chunk + head * (a + 4 + (4 if axes.fsdp == 1 else 0)) + FINAL * sizes.hidden * a
-    divided = 2 * head // axes.fsdp * 4
-    backward = {"gradient of the copy": stack * a, "one block's backward pass": one, "gradients of head and embedding": divided}
+    scores = LOGITS * chunk + head * (a + (0 if m.lora else 4 + (4 if axes.fsdp == 1 else 0))) + FINAL * sizes.hidden * a
+    divided = 0 if m.lora else 2 * head // axes.fsdp * 4
+    backward = {"gradient of the copy": trained * a if scanned(setup) else 0, "one block's backward pass": one, "gradients of head and embedding": divided}
     forward = {"logits, head and its gradient": scores}
     fullest = max((backward, forward), key=lambda moment: sum(moment.values()))
     return {"compute copy of the blocks": stack * c, "kept activations": kept, **fullest}

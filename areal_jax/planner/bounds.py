@@ -9,9 +9,12 @@ from __future__ import annotations
 
 import dataclasses
 
+from areal_jax.planner.counts import Batch, batch_of
 from areal_jax.planner.hardware import Chip
+from areal_jax.planner.memory import pushed_bytes
 from areal_jax.planner.setup import Axes, Setup
-from areal_jax.planner.work import Batch, Work, batch_of, decode_work, forward_flops, item, matrices, prefill_rows, prefill_widths, trainer_work
+from areal_jax.planner.wires import Wires
+from areal_jax.planner.work import Work, decode_work, prefill_work, trainer_work
 
 
 @dataclasses.dataclass(frozen=True)
@@ -39,6 +42,7 @@ class Bounds:
     Attributes:
       batch: what is trained.
       trainer: the update of all minibatches.
+      trainer_work, decode_work, prefill_work: of a device, in the same parts.
       decode: one decode step of all slots.
       decode_steps: decode steps in which the slots generate a batch.
       prefill: prompts, and the caches of unfinished sequences rebuilt after the update.
@@ -49,16 +53,19 @@ class Bounds:
 
     batch: Batch
     trainer: Times
+    trainer_work: Work
     decode: Times
+    decode_work: Work
     decode_steps: float
-    prefill: float
+    prefill: Times
+    prefill_work: Work
     push: float
     push_bytes: float
     asynchronous: bool
 
     @property
     def sampler(self) -> float:
-        return self.decode.bound * self.decode_steps + self.prefill
+        return self.decode.bound * self.decode_steps + self.prefill.bound
 
     @property
     def step(self) -> float:
@@ -70,36 +77,45 @@ class Bounds:
 
 
 def rate(setup: Setup, axes: Axes, axis: str) -> float:
-    """Bytes/s of a device in a ring along a mesh axis."""
+    """Bytes/s of a device in a ring along a mesh axis, or along several, as in 'data+context'."""
     chip, domain = setup.topology.chip, setup.topology.domain
-    reach = axes.stride(axis) * getattr(axes, axis)
+    names = axis.split("+")
+    reach = max(axes.stride(name) * getattr(axes, name) for name in names)
     if reach <= domain:
         return chip.link
-    return min(chip.link, chip.network * max(1, domain // axes.stride(axis)))
+    return min(chip.link, chip.network * max(1, domain // min(axes.stride(name) for name in names)))
 
 
 def times(setup: Setup, axes: Axes, work: Work) -> Times:
     """Least times of a device's work."""
     chip: Chip = setup.topology.chip
-    return Times(work.flops / chip.flops, work.memory / chip.bandwidth, sum(sent / rate(setup, axes, axis) for (_, axis), sent in work.wires.items()))
+    return Times(work.flops / chip.flops, work.memory / chip.bandwidth, sum(link_seconds(setup, axes, work.wires).values()))
+
+
+def link_seconds(setup: Setup, axes: Axes, wires: Wires) -> Wires:
+    """Least seconds of each collective."""
+    return {(kind, axis): sent / rate(setup, axes, axis) for (kind, axis), sent in wires.items()}
 
 
 def bounds(setup: Setup) -> Bounds:
     """Least times of a training step's parts."""
-    r, m, axes, chip = setup.config.rollout, setup.model, setup.sampler, setup.topology.chip
+    r, axes, chip = setup.config.rollout, setup.sampler, setup.topology.chip
     batch = batch_of(setup)
-    per_step = setup.slots * axes.shards
-    steps = batch.sequences * setup.workload.response / per_step
-    live = min(per_step, (1 + (r.max_staleness or 0)) * batch.sequences)
-    length = setup.workload.prompt + setup.workload.response / 2
-    width = next(w for w in prefill_widths(setup) if w >= setup.workload.prompt)
-    rows, own = prefill_rows(setup, axes, width)
-    entered = setup.config.trainer.groups_per_step * width * own / rows
-    again = live * length / axes.shards if r.kv_on_update == "recompute" else 0.0
-    prefill = (forward_flops(m, entered, width / 2, head=False) + forward_flops(m, again, length / 2, head=False)) / axes.tensor / chip.flops
-    weights = (m.layers * matrices(m).block + (1 if m.tie_embeddings else 2) * matrices(m).head) * item(setup.config.model.sampler_dtype)
-    pushed = weights * axes.shards
-    push = max(weights / axes.tensor, pushed / setup.trainer.devices) / chip.network
-    trainer = times(setup, setup.trainer, trainer_work(setup))
-    decode = times(setup, axes, decode_work(setup, axes, setup.slots))
-    return Bounds(batch, trainer, decode, steps, prefill, push, pushed, r.max_staleness != 0)
+    steps = batch.sequences * setup.workload.response / (setup.slots * axes.shards)
+    one = pushed_bytes(setup.model, axes, setup.config.model.sampler_dtype)  # of a device
+    pushed = one * axes.devices
+    push = max(one, pushed / setup.trainer.devices) / chip.network
+    training, decoding, prefilling = trainer_work(setup), decode_work(setup, axes, setup.slots), prefill_work(setup, axes)
+    return Bounds(
+        batch,
+        times(setup, setup.trainer, training),
+        training,
+        times(setup, axes, decoding),
+        decoding,
+        steps,
+        times(setup, axes, prefilling),
+        prefilling,
+        push,
+        pushed,
+        r.max_staleness != 0,
+    )

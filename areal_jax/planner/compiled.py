@@ -4,6 +4,7 @@ Invariants:
 * The programs are those that training and sampling run (``trainer.programs``, ``sampler.engine``), lowered from shapes; no array is made.
 * On virtual CPU devices the division among devices and the collectives are the real ones. Memory is that of the CPU's compiler, which widens bfloat16
   products to float32: exact for float32, an upper estimate for bfloat16.
+* Unrolled programs of many equal blocks are compiled with a few of them: all figures are linear in their number.
 * With ``libtpu`` TPU topologies are compiled by the TPU's own compiler instead, whose memory figures are the chip's.
 * Shards of the data axis run the same program: where they are left out, the group sizes of their collectives are smaller and nothing else changes.
 """
@@ -21,13 +22,17 @@ from typing import Any
 import jax
 
 from areal_jax.cluster.meshes import build_mesh
-from areal_jax.config import ConfigError
+from areal_jax.config import ConfigError, put
 from areal_jax.planner.collectives import Communication, read_collectives
 from areal_jax.planner.setup import Axes, Setup, train_state
 from areal_jax.sampler.engine import SamplerEngine
 from areal_jax.trainer.programs import train_programs
 
 SILENT = Communication((), 0)
+UNROLLED = 8
+"""Most blocks of a sampler's program that are compiled as they are: it is unrolled, and the compiler's time grows with them."""
+SAMPLED_LAYERS = (2, 4)
+"""Of a deeper policy's sampler, these numbers of blocks are compiled, and the figures extrapolated."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -42,6 +47,7 @@ class Program:
       argument, output, alias, temporary: bytes of a device; ``alias`` is counted in both argument and output.
       communication: of one run; None where this host's JAX cannot read the target's program.
       refusal: why it did not compile, else empty; the figures are then 0.
+      layers: numbers of blocks that were compiled, where the figures are extrapolated from them; else empty.
     """
 
     name: str
@@ -54,6 +60,7 @@ class Program:
     temporary: int = 0
     communication: Communication | None = SILENT
     refusal: str = ""
+    layers: tuple[int, ...] = ()
 
     @property
     def total(self) -> int:
@@ -83,10 +90,13 @@ def target_devices(setup: Setup, axes: Axes, libtpu: bool) -> tuple[Sequence[Any
         os.environ.setdefault("TPU_WORKER_HOSTNAMES", "localhost")
         fixed = axes.devices // axes.data
         data = next((d for d in range(axes.data, 0, -1) if (d * fixed) & (d * fixed - 1) == 0), 0)
-        if data and data * fixed >= 4:
-            sides = _slice(data * fixed, chip.dimensions)
-            described = topologies.get_topology_desc(f"{chip.name}:{sides}", platform="tpu")
-            return described.devices, dataclasses.replace(axes, data=data), f"{chip.name} (libtpu)"
+        if data * fixed < 4:
+            raise ConfigError(
+                f"'--compile=libtpu' describes slices of 4, 8, 16, … chips; a role with mesh {axes} ({axes.devices} devices) has no such part; "
+                "say --compile=yes, or plan for a larger slice"
+            )
+        described = topologies.get_topology_desc(f"{chip.name}:{_slice(data * fixed, chip.dimensions)}", platform="tpu")
+        return described.devices, dataclasses.replace(axes, data=data), f"{chip.name} (libtpu)"
     return jax.devices("cpu")[: axes.devices], axes, "virtual CPU devices"
 
 
@@ -94,7 +104,7 @@ def compile_trainer(setup: Setup, names: Sequence[str] = ("accumulate", "apply")
     """The named programs of the training step."""
     devices, axes, target = target_devices(setup, setup.trainer, libtpu)
     mesh = build_mesh(devices, **dataclasses.asdict(axes))
-    setup = dataclasses.replace(setup, trainer=axes)
+    setup = without_kernels(dataclasses.replace(setup, trainer=axes), target)
     here, optimizer, state, frozen = train_state(setup, mesh)
     started = time.monotonic()
     lowered = train_programs(setup.config, setup.model, here, optimizer, state, frozen, (setup.rows * axes.shards,))
@@ -122,27 +132,61 @@ def planned_engine(setup: Setup, mesh: Any) -> SamplerEngine:
         top_k=r.top_k,
         top_p=r.top_p,
         dtype=setup.config.model.sampler_dtype,
-        attention=setup.config.model.attention,
     )
 
 
-def compile_sampler(setup: Setup, names: Sequence[str] = ("decode", "enter", "rebuild"), libtpu: bool = False) -> list[Program]:
-    """The decode program at the longest cache, the prefill of the longest sequences, and the rebuild of the longest caches where updates need one."""
+def compile_sampler(setup: Setup, names: Sequence[str] = ("decode", "rebuild"), libtpu: bool = False, unrolled: int = UNROLLED) -> list[Program]:
+    """The decode program at the longest cache, and the rebuild of the longest caches where updates need one; extrapolated beyond ``unrolled`` blocks."""
     devices, axes, target = target_devices(setup, setup.sampler, libtpu)
-    engine, r = planned_engine(setup, build_mesh(devices, **dataclasses.asdict(axes))), setup.config.rollout
-    lower = {
-        "decode": lambda: engine.lower_generate(setup.longest),
-        "enter": lambda: engine.lower_enter(setup.longest, setup.longest, r.prefill_groups, r.group_size),
-        "rebuild": lambda: engine.lower_rebuild(setup.longest, setup.longest),
-    }
-    programs = []
-    for name in names:
-        if name == "rebuild" and r.kv_on_update != "recompute":
-            continue
-        started = time.monotonic()
-        lowered = lower[name]()
-        programs.append(_compiled(name, axes, target, lowered, time.monotonic() - started))
-    return programs
+    setup, mesh = without_kernels(setup, target), build_mesh(devices, **dataclasses.asdict(axes))
+    if setup.config.rollout.kv_on_update != "recompute":
+        names = [name for name in names if name != "rebuild"]
+    whole = setup.model.layers
+    if whole <= unrolled:
+        return [_sampling(setup, mesh, axes, target, name) for name in names]
+    few, more = ([_sampling(with_layers(setup, layers), mesh, axes, target, name) for name in names] for layers in SAMPLED_LAYERS)
+    return [extrapolated(one, other, whole) for one, other in zip(few, more, strict=True)]
+
+
+def _sampling(setup: Setup, mesh: Any, axes: Axes, target: str, name: str) -> Program:
+    engine, started = planned_engine(setup, mesh), time.monotonic()
+    lowered = engine.lower_generate(setup.longest) if name == "decode" else engine.lower_rebuild(setup.longest, setup.longest)
+    return _compiled(name, axes, target, lowered, time.monotonic() - started)
+
+
+def with_layers(setup: Setup, layers: int) -> Setup:
+    """The setup of the same policy with so many blocks."""
+    return dataclasses.replace(setup, model=dataclasses.replace(setup.model, layers=layers))
+
+
+def extrapolated(few: Program, more: Program, layers: int) -> Program:
+    """A program of ``layers`` equal unrolled blocks, on the line through those of ``SAMPLED_LAYERS``."""
+    if few.refusal or more.refusal:
+        return dataclasses.replace(more, seconds=few.seconds + more.seconds)
+    first, second = SAMPLED_LAYERS
+
+    def line(a: float, b: float) -> float:
+        return a + (b - a) / (second - first) * (layers - first)
+
+    sizes = {name: int(line(getattr(few, name), getattr(more, name))) for name in ("argument", "output", "alias", "temporary")}
+    sends = more.communication
+    if few.communication is not None and sends is not None:
+        before = {(c.kind, c.group): c for c in few.communication.collectives}
+        joined = []
+        for c in sends.collectives:
+            old = before.get((c.kind, c.group), c)
+            joined.append(dataclasses.replace(c, count=round(line(old.count, c.count)), sent=line(old.sent, c.sent)))
+        sends = dataclasses.replace(sends, collectives=tuple(joined))
+    return dataclasses.replace(more, seconds=few.seconds + more.seconds, communication=sends, layers=SAMPLED_LAYERS, **sizes)
+
+
+def without_kernels(setup: Setup, target: str) -> Setup:
+    """The setup with attention that the CPU's compiler can compile."""
+    if setup.config.model.attention != "kernel" or "CPU" not in target:
+        return setup
+    config = setup.config.copy_and_resolve_references()
+    put(config, "model.attention", "blockwise")
+    return dataclasses.replace(setup, config=config)
 
 
 def _compiled(name: str, axes: Axes, target: str, lowered: jax.stages.Lowered, spent: float) -> Program:

@@ -32,6 +32,7 @@ class Chip:
       domain: most devices within reach of ``link``.
       dimensions: of the slice's torus; 0 for a switch.
       source: where the figures are from.
+      slices: sides of the slices that are rented out; empty for a switch.
     """
 
     name: str
@@ -44,6 +45,7 @@ class Chip:
     domain: int
     dimensions: int
     source: str
+    slices: tuple[tuple[int, ...], ...] = ()
 
     @property
     def usable(self) -> int:
@@ -53,6 +55,10 @@ class Chip:
 
 _NVIDIA = "NVIDIA data sheet; dense bf16 is half of the sheet's figure with sparsity, NVLink half of its sum of both directions"
 _CLOUD = "Google Cloud TPU system architecture pages; ICI half of its sum of both directions, network a pod's divided by its chips"
+
+_SQUARES = ((1, 1), (2, 2), (2, 4), (4, 4), (4, 8), (8, 8), (8, 16), (16, 16))
+_CUBES = ((2, 2, 1), (2, 2, 2), (2, 2, 4), (2, 4, 4), (4, 4, 4), (4, 4, 8), (4, 8, 8), (8, 8, 8), (8, 8, 16), (8, 16, 16), (16, 16, 16), (16, 16, 24))
+"""Slices of Cloud TPU (the system architecture pages' tables); v5p has others of whole cubes of 4 x 4 x 4 too."""
 
 CHIPS = {
     chip.name: chip
@@ -68,15 +74,18 @@ CHIPS = {
         # HGX B200: 2.25 PFLOP/s, 180 GB, 7.7 TB/s, NVLink 1.8 TB/s; DGX B200: one 400 Gb/s port a GPU.
         Chip("b200", 2250e12, 178 * GIB, 7.7e12, 900e9, 50e9, 8, 8, 0, _NVIDIA),
         # v5e: 197 TFLOP/s, 16 GB, 819 GB/s, ICI 400 GB/s; 6.4 Tb/s a pod of 256.
-        Chip("v5e", 197e12, 16 * GIB, 819e9, 200e9, 3.1e9, 8, 256, 2, _CLOUD),
+        Chip("v5e", 197e12, 16 * GIB, 819e9, 200e9, 3.1e9, 8, 256, 2, _CLOUD, _SQUARES),
         # v5p: 459 TFLOP/s, 95 GB, 2,765 GB/s, ICI 1,200 GB/s; 50 Gb/s a chip.
-        Chip("v5p", 459e12, 95 * GIB, 2.765e12, 600e9, 6.25e9, 4, 8960, 3, _CLOUD),
+        Chip("v5p", 459e12, 95 * GIB, 2.765e12, 600e9, 6.25e9, 4, 8960, 3, _CLOUD, _CUBES),
         # v6e: 918 TFLOP/s, 32 GB, 1,638 GB/s, ICI 800 GB/s; 25.6 Tb/s a pod of 256.
-        Chip("v6e", 918e12, 32 * GIB, 1.638e12, 400e9, 12.5e9, 8, 256, 2, _CLOUD),
+        Chip("v6e", 918e12, 32 * GIB, 1.638e12, 400e9, 12.5e9, 8, 256, 2, _CLOUD, _SQUARES),
         # A host's virtual devices, for self-checks: the memory predictions hold, the times mean nothing.
         Chip("cpu", 1e11, 2 * GIB, 1e10, 1e10, 1e10, 8, 4096, 0, "nominal figures of a self-check"),
     )
 }
+
+
+GPUS = tuple(name for name, chip in CHIPS.items() if chip.source.startswith(_NVIDIA))
 
 
 def find_chip(name: str) -> Chip:

@@ -11,25 +11,38 @@ from rich.console import Console
 from rich.table import Table
 
 from areal_jax.config_devices import MESH_AXES
-from areal_jax.planner.bounds import Times
+from areal_jax.planner.bounds import Times, link_seconds
 from areal_jax.planner.candidates import Outcome, remedies
 from areal_jax.planner.collectives import axes_of
-from areal_jax.planner.compiled import Program
-from areal_jax.planner.hardware import GIB, USABLE
-from areal_jax.planner.memory import Memory, accumulate_bytes, kv_bytes_per_token, param_count, slot_bytes, slots_that_fit
-from areal_jax.planner.work import trainer_work
+from areal_jax.planner.compiled import SAMPLED_LAYERS, Program
+from areal_jax.planner.counts import kv_bytes_per_token
+from areal_jax.planner.hardware import GIB, GPUS, USABLE
+from areal_jax.planner.memory import Memory, accumulate_bytes, apply_bytes, decode_working, param_count, rebuild_working, slot_bytes, slots_that_fit
+from areal_jax.planner.setup import Axes
+from areal_jax.planner.wires import Wires
+from areal_jax.planner.work import Work
 
 WIDTH = 120
 
 
 def gib(size: float) -> str:
     """Bytes for people."""
-    return f"{size / GIB:.2f} GiB" if size >= GIB / 10 else f"{size / 2**20:.1f} MiB"
+    if size >= 2**40:
+        return f"{size / 2**40:,.1f} TiB"
+    return f"{size / GIB:.1f} GiB" if size >= 10 * GIB else f"{size / GIB:.2f} GiB" if size >= GIB / 10 else f"{size / 2**20:.1f} MiB"
 
 
 def seconds(time: float) -> str:
     """A duration for people."""
     return f"{time:,.0f} s" if time >= 100 else f"{time:.1f} s" if time >= 1 else f"{time * 1e3:.2f} ms"
+
+
+def flop(count: float) -> str:
+    """Operations for people."""
+    for unit, size in (("E", 1e18), ("P", 1e15), ("T", 1e12), ("G", 1e9)):
+        if count >= size:
+            return f"{count / size:.3g} {unit}FLOP"
+    return f"{count / 1e6:.3g} MFLOP"
 
 
 def verdict(now: Outcome) -> tuple[bool, list[str]]:
@@ -38,6 +51,8 @@ def verdict(now: Outcome) -> tuple[bool, list[str]]:
     for role, room, memory in (("trainer", now.trainer_room, now.trainer), ("sampler", now.sampler_room, now.sampler)):
         state = f"fits, {gib(room)} a device to spare" if room >= 0 else f"does not fit: {gib(-room)} a device too much"
         lines.append(f"{role}: {state} ({gib(memory.total)} of {gib(now.setup.topology.chip.usable)})")
+    if now.setup.topology.chip.name in GPUS:
+        lines.append(f"JAX takes 75 % of a GPU's memory unless told otherwise: run with XLA_PYTHON_CLIENT_MEM_FRACTION={USABLE:g}")
     changes = remedies(now)
     if changes:
         lines.append("what would make it fit, each alone for its role: " + "; ".join(changes))
@@ -78,7 +93,7 @@ def print_plan(console: Console, now: Outcome, others: Sequence[Outcome], sample
 def _table(title: str, *columns: str) -> Table:
     table = Table(title=title, title_justify="left", title_style="bold", width=WIDTH)
     for i, column in enumerate(columns):
-        table.add_column(column, justify="left" if i == 0 else "right")
+        table.add_column(column, justify="left" if i == 0 else "right", no_wrap=i == 0)
     return table
 
 
@@ -104,38 +119,60 @@ def _parts(memory: Memory) -> list[tuple[str, str]]:
 
 def _print_times(console: Console, now: Outcome) -> None:
     b = now.bounds
-    table = _table("least seconds of a step at the hardware's peaks (a bound, not a forecast)", "part", "compute", "memory", "links", "bound", "set by")
+    title = "a step of one device: its work, and the least time of each part at the hardware's peaks (a bound, not a forecast)"
+    table = _table(title, "part", "computes", "reads, writes", "sends", "compute", "memory", "links", "bound", "set by")
 
-    def row(name: str, times: Times, factor: float = 1.0) -> None:
-        table.add_row(name, *(seconds(x * factor) for x in (times.compute, times.memory, times.links, times.bound)), times.limit)
+    def row(name: str, work: Work, times: Times, factor: float = 1.0) -> None:
+        amounts = (flop(work.flops * factor), gib(work.memory * factor), gib(sum(work.wires.values()) * factor))
+        table.add_row(name, *amounts, *(seconds(x * factor) for x in (times.compute, times.memory, times.links, times.bound)), times.limit)
 
-    row("trainer: proximal pass, gradients, updates", b.trainer)
-    row(f"sampler: {b.decode_steps:,.0f} decode steps of all slots", b.decode, b.decode_steps)
-    table.add_row("sampler: prefill, caches rebuilt after an update", seconds(b.prefill), "", "", seconds(b.prefill), "compute")
-    table.add_row(f"weight push: {gib(b.push_bytes)} in all", "", "", seconds(b.push), seconds(b.push), "network")
+    row("trainer", b.trainer_work, b.trainer)
+    row(f"{b.decode_steps:,.0f} decode steps", b.decode_work, b.decode, b.decode_steps)
+    row("prefill, rebuilds", b.prefill_work, b.prefill)
+    table.add_row("push, all devices", "", "", gib(b.push_bytes), "", "", seconds(b.push), seconds(b.push), "network")
     console.print(table)
-    sent = ", ".join(f"{kind} over {axis} {gib(size)}" for (kind, axis), size in sorted(trainer_work(now.setup).wires.items(), key=lambda item: -item[1]))
-    console.print(f"trainer sends a step and device: {sent or 'nothing'}")
+    trainer, sampler = b.trainer_work.flops * now.setup.trainer.devices, sampler_flops(now) * now.setup.sampler.devices
+    console.print(f"a step computes, all devices together: trainer {flop(trainer)}, sampler {flop(sampler)}")
+    table = _table("collectives of a step: what a device sends", "part", "collective", "axes", "bytes", "least time")
+    for part, wires, axes in parts_that_send(now):
+        times = link_seconds(now.setup, axes, wires)
+        for (kind, names), sent in sorted(wires.items(), key=lambda item: -times[item[0]]):
+            table.add_row(part, kind, names, gib(sent), seconds(times[kind, names]))
+    console.print(table if table.row_count else "no device sends anything to one of its own role")
+
+
+def sampler_flops(now: Outcome) -> float:
+    """Of a sampler's device in a step."""
+    return now.bounds.decode_work.flops * now.bounds.decode_steps + now.bounds.prefill_work.flops
+
+
+def parts_that_send(now: Outcome) -> list[tuple[str, Wires, Axes]]:
+    """(part of a step, bytes a device sends in it by collective and axes, mesh)."""
+    b, s = now.bounds, now.setup
+    decoding = {key: sent * b.decode_steps for key, sent in b.decode_work.wires.items()}
+    return [("trainer", b.trainer_work.wires, s.trainer), ("decoding", decoding, s.sampler), ("prefill, rebuilds", b.prefill_work.wires, s.sampler)]
 
 
 def _print_meshes(console: Console, now: Outcome, others: Sequence[Outcome], samplers: Sequence[Outcome]) -> None:
-    table = _table("other ways to divide the devices (analytic)", "mesh", "memory", "room", "bound on its part of a step", "set by")
-
-    def trainer(o: Outcome, mark: str = "") -> None:
-        table.add_row(f"trainer {o.setup.trainer}{mark}", gib(o.trainer.total), _room(o.trainer_room), seconds(o.bounds.trainer.bound), o.bounds.trainer.limit)
-
-    def sampler(o: Outcome, mark: str = "") -> None:
-        name = f"sampler {o.setup.sampler}, {o.setup.slots} slots a shard{mark}"
-        table.add_row(name, gib(o.sampler.total), _room(o.sampler_room), seconds(o.bounds.sampler), o.bounds.decode.limit)
-
-    trainer(now, " (configured)")
-    for other in others:
-        if other.setup.trainer != now.setup.trainer:
-            trainer(other)
-    table.add_section()
-    sampler(now, " (configured)")
-    for other in samplers:
-        sampler(other)
+    table = _table(
+        "the trainer's meshes (analytic; the configured one first)",
+        *("mesh", "parameters", "optimizer", "gradients", "activations", "total", "room", "bound", "set by"),
+    )
+    for o in (now, *(other for other in others if other.setup.trainer != now.setup.trainer)):
+        held = o.trainer.staying
+        parts = (held["parameters"] + held.get("frozen parameters", 0), held["optimizer"], held["gradients"], sum(o.trainer.working.values()))
+        numbers = (*(gib(size) for size in (*parts, o.trainer.total)), _room(o.trainer_room), seconds(o.bounds.trainer.bound))
+        table.add_row(str(o.setup.trainer), *numbers, o.bounds.trainer.limit)
+    console.print(table)
+    table = _table(
+        "the sampler's meshes (analytic; the configured one first, then each with the slots a shard that fit and η can use)",
+        *("mesh", "slots", "weights", "KV slots", "at work", "total", "room", "bound", "set by"),
+    )
+    for o in (now, *samplers):
+        held = o.sampler.staying
+        parts = (held["weights"] + held["arriving weights"], held["KV cache"] + held["evaluation's KV cache"], sum(o.sampler.working.values()))
+        numbers = (*(gib(size) for size in (*parts, o.sampler.total)), _room(o.sampler_room), seconds(o.bounds.sampler))
+        table.add_row(str(o.setup.sampler), str(o.setup.slots), *numbers, o.bounds.decode.limit)
     console.print(table)
 
 
@@ -145,9 +182,13 @@ def _room(room: int) -> str:
 
 def planned_bytes(now: Outcome, program: Program) -> int | None:
     """What the plan's own formulas say of a program under the compiler that compiled it; None where they say nothing."""
+    s, staying = now.setup, now.sampler.staying
     if program.name == "accumulate":
-        return accumulate_bytes(now.setup, widened="CPU" in program.target)
-    return None
+        return accumulate_bytes(s, widened="CPU" in program.target)
+    if program.name == "apply":
+        return apply_bytes(now.trainer)
+    working = {"decode": decode_working, "rebuild": rebuild_working}
+    return staying["weights"] + staying["KV cache"] + working[program.name](s, s.sampler, s.slots) if program.name in working else None
 
 
 def _print_programs(console: Console, now: Outcome, programs: Sequence[Program]) -> None:
@@ -167,6 +208,11 @@ def _print_programs(console: Console, now: Outcome, programs: Sequence[Program])
             console.print(f"{p.name}: what it sends cannot be read from the program for {p.target}; the plan's own count stands")
         elif p.communication.collectives:
             console.print(f"{p.name} sends a run and device: {communication_line(p)}")
+    if any(p.layers for p in programs):
+        names, counts = ", ".join(p.name for p in programs if p.layers), " and ".join(str(n) for n in SAMPLED_LAYERS)
+        console.print(f"{names}: compiled with {counts} blocks and extrapolated to {now.setup.model.layers}, as their programs are unrolled")
+    if now.setup.config.model.attention == "kernel" and any("CPU" in p.target for p in programs):
+        console.print("compiled with model.attention=blockwise, as the accelerator's kernel is not for the CPU; its memory is linear in the length as well")
     for target, axes in dict.fromkeys((p.target, str(p.axes)) for p in programs):
         widened = (
             "; its products of bfloat16 are float32, so its bytes are more than the run's" if "CPU" in target and now.setup.model.dtype == "bfloat16" else ""
@@ -202,7 +248,6 @@ def print_range(console: Console, found: Sequence[Outcome]) -> None:
 def as_json(now: Outcome, programs: Sequence[Program] = ()) -> dict[str, Any]:
     """The plan as plain values: bytes, seconds, FLOPs."""
     s, b = now.setup, now.bounds
-    work = trainer_work(s)
     fits, lines = verdict(now)
     return {
         "topology": s.topology.name,
@@ -212,13 +257,14 @@ def as_json(now: Outcome, programs: Sequence[Program] = ()) -> dict[str, Any]:
         "usable_bytes": s.topology.chip.usable,
         "kv_bytes_per_token": kv_bytes_per_token(s.model),
         "slots_that_fit": slots_that_fit(s),
-        "trainer_flops": work.flops,
-        "trainer_sends": {f"{kind} {axis}": size for (kind, axis), size in work.wires.items()},
+        "trainer_flops": b.trainer_work.flops,
+        "sampler_flops": sampler_flops(now),
+        "sends": {part: {f"{kind} {axis}": size for (kind, axis), size in wires.items()} for part, wires, _ in parts_that_send(now)},
         "seconds": {
             "trainer": dataclasses.asdict(b.trainer),
             "decode_step": dataclasses.asdict(b.decode),
             "decode_steps": b.decode_steps,
-            "prefill": b.prefill,
+            "prefill": dataclasses.asdict(b.prefill),
             "push": b.push,
             "step": b.step,
         },

@@ -21,6 +21,7 @@ from areal_jax.config import Config, ConfigError, put
 from areal_jax.config_devices import MESH_AXES, divide_devices, parse_mesh
 from areal_jax.models.architecture import ModelConfig, adapted, new_model
 from areal_jax.models.config_json import read_model
+from areal_jax.models.files import PolicyFilesError
 from areal_jax.models.policy import param_shapes
 from areal_jax.models.sharding import named_shardings, param_specs
 from areal_jax.models.tokenizer import embedded_tokenizer
@@ -118,13 +119,26 @@ class Setup:
 
 
 def planned_model(config: Config) -> ModelConfig:
-    """The architecture: the checkpoint's where it is here, else that of the configuration's ``model`` section."""
-    if config.model.path and os.path.isdir(config.model.path):
-        return adapted(read_model(config.model.path, config.model.dtype), config.model)
+    """The architecture: the checkpoint's where it is here, else that of the configuration's ``model`` section.
+
+    Raises:
+      ConfigError: the checkpoint's files are broken, or there is none and the section does not say the vocabulary.
+    """
+    path = config.model.path
+    if path and os.path.isdir(path):
+        try:
+            return adapted(read_model(path, config.model.dtype), config.model)
+        except PolicyFilesError as error:
+            raise ConfigError(f"'model.path': {error}") from None
+    if path and os.path.exists(path):
+        raise ConfigError(f"'model.path' must be a directory with config.json; '{path}' is a file; name its directory, or one that is not here")
     vocabulary = config.model.vocab_size
     if not vocabulary:
-        if config.model.path:
-            raise ConfigError(f"'model.vocab_size' must be given, as the checkpoint '{config.model.path}' is not here; got 0")
+        if path:
+            raise ConfigError(
+                f"'model.vocab_size' must be given, as the checkpoint '{path}' is not here; got 0; set it and the other sizes of its config.json "
+                "(model.layers, model.hidden_size, …), or fetch that file"
+            )
         vocabulary = embedded_tokenizer().vocab_size
     return new_model(config.model, vocabulary, (1,), 0)
 
@@ -147,7 +161,9 @@ def make_setup(config: Config, topology: Topology, prompt: int | None = None, re
         put(config, "task.max_prompt_tokens", PROMPT)
     longest = config.task.max_prompt_tokens + config.rollout.max_new_tokens
     if not config.trainer.micro_batch_tokens:
-        put(config, "trainer.micro_batch_tokens", max(192, -(-longest // 64) * 64))
+        context = parse_mesh("cluster.mesh.trainer", config.cluster.mesh.trainer).get("context", 1)
+        step = math.lcm(64, context)
+        put(config, "trainer.micro_batch_tokens", -(-max(192, longest) // step) * step)
     workload = Workload(prompt or max(1, config.task.max_prompt_tokens // 4), response or max(1, config.rollout.max_new_tokens // 4))
     if workload.sequence > longest:
         raise ConfigError(f"'--prompt' + '--response' must be at most the longest sequence = {longest}; got {workload.sequence}")
@@ -159,9 +175,26 @@ def make_setup(config: Config, topology: Topology, prompt: int | None = None, re
     for role, sizes in axes.items():
         if model.heads % sizes.tensor:
             raise ConfigError(f"'cluster.mesh.{role}': the tensor axis must divide the policy's {model.heads} heads; got {sizes.tensor}")
+    tokens, context = config.trainer.micro_batch_tokens, axes["trainer"].context
+    if tokens % context:
+        raise ConfigError(f"'trainer.micro_batch_tokens' must be a multiple of the trainer's context axis = {context}; got {tokens}; or set it to 0")
     if axes["sampler"].context > 1:
         raise ConfigError(f"'cluster.mesh.sampler': a sampler has no context axis; got context={axes['sampler'].context}; use tensor")
-    return with_meshes(Setup(config, model, topology, axes["trainer"], axes["sampler"], workload))
+    settled = with_meshes(Setup(config, model, topology, axes["trainer"], axes["sampler"], workload))
+    return dataclasses.replace(settled, notes=(*settled.notes, *machine_notes(config, model, topology)))
+
+
+def machine_notes(config: Config, model: ModelConfig, topology: Topology) -> list[str]:
+    """What a reader must know of the machines and of the plan's reach."""
+    notes = []
+    if topology.hosts > 1:
+        notes.append(f"this version drives the devices of one host; on {topology.hosts} hosts this is a plan only, and launch/train.py does not run there yet")
+    if not topology.listed:
+        shapes = ", ".join("x".join(map(str, sides)) for sides in topology.chip.slices)
+        notes.append(f"{topology.name} is no slice that can be rented as such; those of {topology.chip.name} are {shapes}")
+    if model.experts:
+        notes.append("a mixture compiled on the CPU computes every expert for every token (dense ragged_dot): its compiled memory overstates the run's")
+    return notes
 
 
 def with_meshes(setup: Setup, trainer: Axes | None = None, sampler: Axes | None = None, slots: int | None = None) -> Setup:

@@ -37,6 +37,16 @@ class Topology:
         return math.prod(self.shape)
 
     @property
+    def hosts(self) -> int:
+        return -(-self.devices // self.chip.host) if self.chip.dimensions else self.shape[0] if len(self.shape) == 2 else 1
+
+    @property
+    def listed(self) -> bool:
+        """Whether a slice is one that is rented out; anything else always is."""
+        cubes = self.chip.dimensions == 3 and all(side % 4 == 0 for side in self.shape)
+        return not self.chip.dimensions or cubes or tuple(sorted(self.shape)) in {tuple(sorted(sides)) for sides in self.chip.slices}
+
+    @property
     def name(self) -> str:
         return f"{self.chip.name}:{'x'.join(map(str, self.shape))}"
 

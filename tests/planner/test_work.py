@@ -6,20 +6,73 @@ import pytest
 
 from areal_jax.config import ConfigError, load
 from areal_jax.planner.bounds import bounds
+from areal_jax.planner.candidates import outcome, remedies
 from areal_jax.planner.collectives import axes_of, read_collectives
+from areal_jax.planner.counts import adapter_elements, batch_of, kv_bytes_per_token, matrices
 from areal_jax.planner.memory import param_count, sampler_memory, slots_that_fit, trainer_memory
 from areal_jax.planner.setup import Axes, make_setup, with_meshes
 from areal_jax.planner.topology import parse_topologies
-from areal_jax.planner.work import batch_of, forward_flops, kv_bytes_per_token, matrices
+from areal_jax.planner.work import forward_flops, trainer_work
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent.parent
 CLUSTERS = {"1.5b": "h800:16x8", "7b": "h800:24x8", "14b": "h800:32x8", "32b": "h800:48x8"}
 COUNTS = {"1.5b": 1_777_088_000, "7b": 7_615_616_512, "14b": 14_770_033_664, "32b": 32_763_876_352}
 
 
-def setup(size, topology="", **more):
-    config = load([f"--config={ROOT}/configs/math.py:qwen2.5-{size}"], planned=True)[0]
+def setup(size, topology="", task="math", overrides=(), **more):
+    config = load([f"--config={ROOT}/configs/{task}.py:qwen2.5-{size}", *(f"--config.{key}" for key in overrides)], planned=True)[0]
     return make_setup(config, parse_topologies(topology or CLUSTERS[size])[0], **more)
+
+
+@pytest.mark.parametrize("task", ["math", "code"])
+@pytest.mark.parametrize(("size", "topology"), [*CLUSTERS.items(), ("32b", "h800:64x8")])
+def test_the_papers_runs_fit_the_papers_clusters(size, topology, task):
+    now = outcome(setup(size, topology, task))
+    assert now.fits, (now.trainer_room, now.sampler_room)
+    assert not remedies(now)
+
+
+LORA = ("model.lora_rank=16",)
+
+
+def test_adapters_are_what_is_trained_and_pushed():
+    whole, adapted = setup("7b"), setup("7b", overrides=LORA)
+    # Of rank 16: query, key, value, output; gate, up, down.
+    adapters = 16 * (2 * (3584 + 3584) + 2 * (3584 + 512) + 3 * (3584 + 18944))
+    assert adapter_elements(adapted.model) == adapters and adapter_elements(whole.model) == 0
+    assert param_count(adapted) == COUNTS["7b"] + 28 * adapters
+    trainer, sampler = trainer_memory(adapted).staying, sampler_memory(adapted).staying
+    assert trainer["parameters"] == trainer["gradients"] == 28 * 4 * 16 * (7 * 3584 // 8 + 2 * 3584 + 2 * 512 + 3 * 18944)
+    assert trainer["frozen parameters"] == trainer_memory(whole).staying["parameters"]
+    assert sampler["weights"] > 100 * sampler["arriving weights"]
+    pushed = bounds(adapted).push_bytes
+    assert 28 * adapters * 2 * 72 <= pushed <= 28 * adapters * 2 * 144
+    assert pushed == sampler["arriving weights"] * 144
+
+
+def test_frozen_kernels_have_no_gradient():
+    whole, adapted = trainer_work(setup("7b")), trainer_work(setup("7b", overrides=LORA))
+    s = setup("7b", overrides=LORA)
+    b, w = batch_of(s), matrices(s.model)
+    kernels = 2.0 * b.positions * (s.model.layers * w.block + w.head)
+    adapters = 2.0 * b.positions * s.model.layers * w.adapters
+    passes = 3.0 + 1.0 + (s.config.trainer.minibatches - 1) / s.config.trainer.minibatches  # forward, inputs' and own gradients; anew; proximal
+    assert (whole.flops - adapted.flops) * s.trainer.devices == pytest.approx(kernels - passes * adapters, rel=1e-9)
+    # What is gathered is the same; what is summed is the adapters' gradients.
+    assert adapted.wires["all-gather", "fsdp"] >= whole.wires["all-gather", "fsdp"]
+    assert ("reduce-scatter", "fsdp") not in adapted.wires and ("all-reduce", "data") not in adapted.wires
+    assert adapted.wires["all-reduce", "data+fsdp"] < 0.05 * whole.wires["reduce-scatter", "fsdp"]
+
+
+def test_slices_that_cannot_be_rented_are_noted():
+    assert [parse_topologies(text)[0].listed for text in ("v5e:7", "v5e:8", "v5p:4x4x12", "v5p:3x3x3", "h100:4")] == [False, True, True, False, True]
+    notes = " ".join(setup("1.5b", "v5e:7", overrides=("cluster.mesh.trainer=", "cluster.mesh.sampler=")).notes)
+    assert "v5e:1x7 is no slice" in notes and "8x16" in notes
+
+
+def test_more_hosts_are_a_plan_only():
+    assert any("one host" in note for note in setup("7b").notes)
+    assert not any("one host" in note for note in setup("1.5b", "h800:8", overrides=("cluster.mesh.trainer=",)).notes)
 
 
 @pytest.mark.parametrize("size", CLUSTERS)
