@@ -132,11 +132,12 @@ def planned_engine(setup: Setup, mesh: Any) -> SamplerEngine:
         top_k=r.top_k,
         top_p=r.top_p,
         dtype=setup.config.model.sampler_dtype,
+        attention=setup.config.model.attention,
     )
 
 
-def compile_sampler(setup: Setup, names: Sequence[str] = ("decode", "rebuild"), libtpu: bool = False, unrolled: int = UNROLLED) -> list[Program]:
-    """The decode program at the longest cache, and the rebuild of the longest caches where updates need one; extrapolated beyond ``unrolled`` blocks."""
+def compile_sampler(setup: Setup, names: Sequence[str] = ("decode", "enter", "rebuild"), libtpu: bool = False, unrolled: int = UNROLLED) -> list[Program]:
+    """Decoding at the longest cache, prefill of the longest sequences, and the rebuild where updates need one; extrapolated beyond ``unrolled`` blocks."""
     devices, axes, target = target_devices(setup, setup.sampler, libtpu)
     setup, mesh = without_kernels(setup, target), build_mesh(devices, **dataclasses.asdict(axes))
     if setup.config.rollout.kv_on_update != "recompute":
@@ -150,8 +151,13 @@ def compile_sampler(setup: Setup, names: Sequence[str] = ("decode", "rebuild"), 
 
 def _sampling(setup: Setup, mesh: Any, axes: Axes, target: str, name: str) -> Program:
     engine, started = planned_engine(setup, mesh), time.monotonic()
-    lowered = engine.lower_generate(setup.longest) if name == "decode" else engine.lower_rebuild(setup.longest, setup.longest)
-    return _compiled(name, axes, target, lowered, time.monotonic() - started)
+    r = setup.config.rollout
+    lower = {
+        "decode": lambda: engine.lower_generate(setup.longest),
+        "enter": lambda: engine.lower_enter(setup.longest, setup.longest, r.prefill_groups, r.group_size),
+        "rebuild": lambda: engine.lower_rebuild(setup.longest, setup.longest),
+    }
+    return _compiled(name, axes, target, lower[name](), time.monotonic() - started)
 
 
 def with_layers(setup: Setup, layers: int) -> Setup:

@@ -17,10 +17,10 @@ import jax
 from areal_jax.models.adapters import split
 from areal_jax.models.architecture import ModelConfig
 from areal_jax.planner.activations import activation_parts
-from areal_jax.planner.counts import batch_of, item, kv_bytes_per_token, kv_parts
+from areal_jax.planner.counts import batch_of, item, kv_bytes_per_token, kv_parts, prefill_rows, prefill_widths
 from areal_jax.planner.hardware import Chip
 from areal_jax.planner.setup import Axes, Setup, shard_bytes, sharded_params, train_state
-from areal_jax.sampler.engine import REBUILD_TOKENS
+from areal_jax.sampler.caches import together
 
 MICRO_BATCH_ARRAYS = 9
 """Of 4 bytes a position: a micro-batch's eight, and the proximal log-probs."""
@@ -73,7 +73,7 @@ def apply_bytes(memory: Memory) -> int:
 
 
 def sampler_memory(setup: Setup, slots: int | None = None) -> Memory:
-    """Of the sampler while it decodes or rebuilds caches, new weights arrive, and an evaluation's decode state lies beside the rollout's.
+    """Of the sampler while it decodes, prefills or rebuilds caches, new weights arrive, and an evaluation's decode state lies beside the rollout's.
 
     Args:
       setup: what is planned.
@@ -83,7 +83,7 @@ def sampler_memory(setup: Setup, slots: int | None = None) -> Memory:
     weights = sampler_weights(setup.model, axes, dtype)
     cache = slots * slot_bytes(setup, axes)
     staying = {"weights": weights, "arriving weights": pushed_bytes(setup.model, axes, dtype), "KV cache": cache, "evaluation's KV cache": cache}
-    working = {"decode": decode_working(setup, axes, slots)}
+    working = {"decode": decode_working(setup, axes, slots), "prompts and partials prefilled": enter_working(setup, axes)}
     if setup.config.rollout.kv_on_update == "recompute":
         working["caches rebuilt after an update"] = rebuild_working(setup, axes, slots)
     largest = max(working, key=lambda name: working[name])
@@ -116,12 +116,30 @@ def decode_working(setup: Setup, axes: Axes, slots: int) -> int:
 
 
 def rebuild_working(setup: Setup, axes: Axes, slots: int) -> int:
-    """One rebuild at the longest width: new keys and values of all layers, and one block forward (gate, up, their product; residual, norm, q and sums)."""
-    m, c = setup.model, item(setup.model.dtype)
-    tokens = setup.longest * max(1, min(slots // 4, REBUILD_TOKENS // setup.longest))
+    """One rebuild at the longest width: new keys and values of all layers, and one block forward."""
+    tokens = setup.longest * max(1, min(slots // 4, together(setup.longest)))
+    return tokens * (kv_bytes_per_token(setup.model) // kv_parts(setup.model, axes) + block_bytes(setup.model, axes))
+
+
+def enter_working(setup: Setup, axes: Axes) -> int:
+    """One prefill at the width that needs most: the block forward, then copies of the new keys and values for the slots that share them.
+
+    Every shard computes all sequences where their number does not divide among the shards; where it does, each copy is summed up from all shards.
+    """
+    r, kv = setup.config.rollout, kv_bytes_per_token(setup.model) // kv_parts(setup.model, axes)
+
+    def working(width: int) -> int:
+        rows, own = prefill_rows(setup, axes, width)
+        copies = min(rows * r.group_size, together(width)) * (1 if own == rows else 2)
+        return width * (own * kv + max(own * block_bytes(setup.model, axes), copies * kv))
+
+    return max(map(working, prefill_widths(setup)))
+
+
+def block_bytes(m: ModelConfig, axes: Axes) -> int:
+    """Of a token while one block goes forward: gate, up, their product; residual, norm, q and sums."""
     mlp = m.expert_mlp_size * m.experts_per_token if m.experts else m.mlp_size
-    block = (3 * mlp + 2 * m.heads * m.head_dim) // axes.tensor + 4 * m.hidden_size
-    return tokens * (kv_bytes_per_token(m) // kv_parts(m, axes) + block * c)
+    return ((3 * mlp + 2 * m.heads * m.head_dim) // axes.tensor + 4 * m.hidden_size) * item(m.dtype)
 
 
 def slots_that_fit(setup: Setup) -> int:

@@ -17,7 +17,17 @@ from areal_jax.planner.collectives import axes_of
 from areal_jax.planner.compiled import SAMPLED_LAYERS, Program
 from areal_jax.planner.counts import kv_bytes_per_token
 from areal_jax.planner.hardware import GIB, GPUS, USABLE
-from areal_jax.planner.memory import Memory, accumulate_bytes, apply_bytes, decode_working, param_count, rebuild_working, slot_bytes, slots_that_fit
+from areal_jax.planner.memory import (
+    Memory,
+    accumulate_bytes,
+    apply_bytes,
+    decode_working,
+    enter_working,
+    param_count,
+    rebuild_working,
+    slot_bytes,
+    slots_that_fit,
+)
 from areal_jax.planner.setup import Axes
 from areal_jax.planner.wires import Wires
 from areal_jax.planner.work import Work
@@ -187,6 +197,8 @@ def planned_bytes(now: Outcome, program: Program) -> int | None:
         return accumulate_bytes(s, widened="CPU" in program.target)
     if program.name == "apply":
         return apply_bytes(now.trainer)
+    if program.name == "enter":
+        return staying["weights"] + staying["KV cache"] + enter_working(s, s.sampler)
     working = {"decode": decode_working, "rebuild": rebuild_working}
     return staying["weights"] + staying["KV cache"] + working[program.name](s, s.sampler, s.slots) if program.name in working else None
 

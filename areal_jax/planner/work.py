@@ -14,10 +14,10 @@ from __future__ import annotations
 import dataclasses
 
 from areal_jax.models.architecture import ModelConfig
-from areal_jax.planner.counts import batch_of, item, kv_bytes_per_token, kv_parts, matrices, trained_elements
+from areal_jax.planner.counts import batch_of, item, kv_bytes_per_token, kv_parts, matrices, prefill_rows, prefill_widths, trained_elements
 from areal_jax.planner.setup import Axes, Setup
 from areal_jax.planner.wires import Wires, decode_wires, prefill_wires, trainer_wires
-from areal_jax.sampler.engine import REBUILD_TOKENS
+from areal_jax.sampler.caches import together
 
 
 @dataclasses.dataclass(frozen=True)
@@ -82,14 +82,16 @@ def decode_work(setup: Setup, axes: Axes, slots: int) -> Work:
 
 
 def prefill_work(setup: Setup, axes: Axes) -> Work:
-    """Of a training step's prompts, which every shard computes alike, and of the caches of unfinished sequences rebuilt after the update."""
+    """Of a training step's prompts, padded to a width, and of the caches of unfinished sequences rebuilt after the update."""
     r, m, w = setup.config.rollout, setup.model, matrices(setup.model)
-    prompt, length = setup.workload.prompt, setup.workload.prompt + setup.workload.response / 2
-    entered = float(setup.config.trainer.groups_per_step * prompt)
+    length, groups = setup.workload.prompt + setup.workload.response / 2, setup.config.trainer.groups_per_step
+    width = next(w for w in prefill_widths(setup) if w >= setup.workload.prompt)
+    rows, own = prefill_rows(setup, axes, width)
+    entered = groups * width * own / rows
     live = min(setup.slots * axes.shards, (1 + (r.max_staleness or 0)) * batch_of(setup).sequences)
     again = live * length / axes.shards if r.kv_on_update == "recompute" else 0.0
-    flops = forward_flops(m, entered, prompt / 2, head=False) + forward_flops(m, again, length / 2, head=False)
-    programs = setup.config.trainer.groups_per_step / r.prefill_groups + again / max(REBUILD_TOKENS, setup.longest)
+    flops = forward_flops(m, entered, width / 2, head=False) + forward_flops(m, again, length / 2, head=False)
+    programs = groups / rows + again / (together(setup.longest) * setup.longest)
     weights = m.layers * (w.block + w.adapters) * item(setup.config.model.sampler_dtype) / axes.tensor
     caches = (entered + again) * kv_bytes_per_token(m) / kv_parts(m, axes)
     return Work(flops / axes.tensor, programs * weights + caches, prefill_wires(m, axes, entered + again))

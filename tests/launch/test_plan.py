@@ -22,7 +22,7 @@ def test_plan_of_this_host(tmp_path):
     found = json.loads(file.read_text())
     assert found["fits"] and found["bottleneck"] in ("trainer", "sampler")
     programs = {p["name"]: p for p in found["programs"]}
-    assert set(programs) == {"accumulate", "apply", "decode", "rebuild"}
+    assert set(programs) == {"accumulate", "apply", "decode", "enter", "rebuild"}
     # What lies on a device between programs is exact: an update's arguments are parameters, moments and gradients.
     lying = sum(found["trainer"]["bytes"][name] for name in ("parameters", "optimizer", "gradients"))
     assert programs["apply"]["argument"] == pytest.approx(lying, rel=0.01)

@@ -9,7 +9,7 @@ from areal_jax.config import base_config, put, validate
 from areal_jax.config_devices import MESH_AXES
 from areal_jax.planner.collectives import axes_of
 from areal_jax.planner.compiled import SAMPLED_LAYERS, compile_sampler, compile_trainer
-from areal_jax.planner.memory import accumulate_bytes, apply_bytes, decode_working, rebuild_working, sampler_memory, trainer_memory
+from areal_jax.planner.memory import accumulate_bytes, apply_bytes, decode_working, enter_working, rebuild_working, sampler_memory, trainer_memory
 from areal_jax.planner.setup import make_setup
 from areal_jax.planner.topology import parse_topologies
 from areal_jax.planner.wires import accumulate_wires, decode_wires
@@ -132,7 +132,7 @@ def test_what_a_decode_step_sends():
 def test_deep_samplers_are_extrapolated():
     planned = setup("data=8", sampler_devices=8, **{**SAMPLER, "model.layers": 10})
     programs = compile_sampler(planned)
-    assert [p.layers for p in programs] == [SAMPLED_LAYERS] * 2
+    assert [p.layers for p in programs] == [SAMPLED_LAYERS] * 3
     for program in programs:
         (whole,) = compile_sampler(planned, (program.name,), unrolled=10)
         assert not whole.layers
@@ -150,6 +150,17 @@ def test_kernels_are_planned_and_compiled_blockwise():
     planned = setup("data=8", dtype="bfloat16", **{"model.attention": "kernel", "model.layers": 2})
     (program,) = compile_trainer(planned, ("accumulate",))
     assert not program.refusal
+
+
+@pytest.mark.parametrize(("longest", "groups"), [(512, 8), (2048, 32), (2048, 3)])
+def test_prefilling(longest, groups):
+    """All prompts and copies in one program; fewer, in parts; so few that they do not divide among the shards."""
+    more = SAMPLER | {"rollout.max_new_tokens": longest - 64, "rollout.prefill_groups": groups, "rollout.prefill_buckets": (), "model.attention": "blockwise"}
+    planned = setup("data=8", sampler_devices=8, **more)
+    (program,) = compile_sampler(planned, ("enter",))
+    staying = sampler_memory(planned).staying
+    assert planned.longest == longest
+    assert program.total - staying["weights"] - staying["KV cache"] == pytest.approx(enter_working(planned, planned.sampler), rel=0.35)
 
 
 def test_rebuilding_caches_stays_within_a_shard():
