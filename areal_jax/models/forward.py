@@ -196,10 +196,14 @@ def _gathered(model: ModelConfig, mesh: Mesh, params: Params) -> Params:
     return jax.tree_util.tree_map_with_path(gather, params, _block_specs(model))
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
-def _gather(mesh: Mesh, spec: P, x: jax.Array) -> jax.Array:
-    """A parameter on every device of fsdp; its gradient is divided like the parameter."""
+def _whole(mesh: Mesh, spec: P, x: jax.Array) -> jax.Array:
     return _constrained(mesh, x, P(*(None if "fsdp" in names_of(part) else part for part in spec)))
 
 
-_gather.defvjp(lambda mesh, spec, x: (_gather(mesh, spec, x), None), lambda mesh, spec, _, gradient: (_constrained(mesh, gradient, spec),))
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
+def _gather(mesh: Mesh, spec: P, x: jax.Array) -> jax.Array:
+    """A parameter on every device of fsdp; its gradient is divided like the parameter."""
+    return _whole(mesh, spec, x)
+
+
+_gather.defvjp(lambda mesh, spec, x: (_whole(mesh, spec, x), None), lambda mesh, spec, _, gradient: (_constrained(mesh, gradient, spec),))

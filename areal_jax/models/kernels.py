@@ -85,7 +85,7 @@ def tokamax_attention(query: jax.Array, key: jax.Array, value: jax.Array, starts
     With queries divided over context each device's are padded to the whole row, so that a context axis divides the memory but may not divide the
     kernel's work.
     """
-    import tokamax
+    import tokamax  # pyright: ignore[reportMissingImports]
     from absl import flags
 
     if not flags.FLAGS.is_parsed():

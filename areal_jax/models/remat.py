@@ -28,6 +28,11 @@ def rematerialised(block: Callable[..., Any], remat: str, *, gathers: bool, scan
     policies = jax.checkpoint_policies
     if remat == "none":
         # Without a policy of its own the backward pass would keep every block's gathered parameters.
-        return jax.checkpoint(block, policy=policies.save_anything_except_these_names(GATHERED), prevent_cse=not scanned) if gathers else block
+        return jax.checkpoint(block, policy=_all_but_gathered, prevent_cse=not scanned) if gathers else block
     dots = policies.save_from_both_policies(policies.dots_with_no_batch_dims_saveable, policies.save_only_these_names(SAVED))
     return jax.checkpoint(block, policy={"dots": dots, "full": policies.nothing_saveable}[remat], prevent_cse=not scanned)
+
+
+def _all_but_gathered(primitive: Any, *_: Any, **parameters: Any) -> bool:
+    """Keeps all but what ``GATHERED`` names, before and after it is named: a change of sharding is made anew from what it was made of."""
+    return primitive.name != "sharding_constraint" and parameters.get("name") != GATHERED

@@ -117,8 +117,6 @@ def activation_parts(setup: Setup, widened: bool | None = None) -> dict[str, int
     stack = m.layers * (w.block + w.adapters) // parts if scanned(setup) else 0
     trained = int(trained_elements(m, axes)) if m.lora else stack
     kept = m.layers * (KEPT[t.remat].elements(sizes) + (adapted_products(m).elements(sizes) if t.remat == "dots" else 0)) * a
-    if t.remat == "none" and axes.fsdp > 1:
-        kept += m.layers * (w.block + w.adapters) // axes.tensor * c  # the gathered weights
     whole = w.block // axes.tensor if axes.fsdp > 1 else 2 * m.hidden_size * m.mlp_size // axes.tensor
     wide = at_work.wide * sizes.wide * a
     narrow = dataclasses.replace(at_work, wide=0).elements(sizes) * a

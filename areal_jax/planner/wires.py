@@ -71,8 +71,8 @@ def accumulate_wires(setup: Setup, host: bool = False) -> Wires:
     found = _Sum(axes)
     _forward(found, setup)
     residual = setup.local_tokens * m.hidden_size
-    if remat != "none":  # blocks are gathered anew, the head is not
-        found.add("all-gather", ("fsdp",), _blocks(setup) * c)
+    found.add("all-gather", ("fsdp",), _blocks(setup) * c)  # blocks are gathered anew, the head is not
+    if remat != "none":
         found.add("all-gather", ("context",), _keys(setup))
     found.add("reduce-scatter", ("context",), _keys(setup))
     sums = (1 if remat == "full" else 0) + ((4 if m.experts else 5) if host else 2)

@@ -150,3 +150,20 @@ def test_blockwise_attention_is_plain_attention(heads, kv_heads, length, block):
     assert float(ours) == pytest.approx(float(theirs), rel=1e-5)
     for mine, other in zip(by_ours, by_theirs, strict=True):
         np.testing.assert_allclose(mine, other, atol=1e-5)
+
+
+def test_a_block_s_gathered_parameters_are_not_kept_for_the_backward_pass():
+    model = ModelConfig("qwen2", 64, 8, 256, 4, 2, 64, 1024)
+    mesh = build_mesh(jax.devices(), fsdp=8)
+    shapes = param_shapes(model)
+    shardings = named_shardings(mesh, param_specs(model), shapes)
+    params = jax.tree.map(lambda leaf, sharding: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding), shapes, shardings)
+    row = jax.ShapeDtypeStruct((8, 64), jnp.int32, sharding=NamedSharding(mesh, logical_to_mesh("batch", "length")))
+    blocks = 4 * sum(math.prod(leaf.shape) for leaf in jax.tree.leaves(shapes["layers"]))
+
+    def needed(remat):
+        settings = ForwardSettings("plain", True, remat, 1024, mesh)
+        gradient = jax.grad(lambda p, t: packed_logprobs(model, p, t, t, t, t, 1.0, settings)[0].sum())
+        return jax.jit(gradient).lower(params, row).compile().memory_analysis().temp_size_in_bytes
+
+    assert needed("none") - needed("full") < 0.8 * blocks
