@@ -34,5 +34,5 @@ def rematerialised(block: Callable[..., Any], remat: str, *, gathers: bool, scan
 
 
 def _all_but_gathered(primitive: Any, *_: Any, **parameters: Any) -> bool:
-    """Keeps all but what ``GATHERED`` names, before and after it is named: a change of sharding is made anew from what it was made of."""
-    return primitive.name != "sharding_constraint" and parameters.get("name") != GATHERED
+    """Keeps all but what ``GATHERED`` names, before and after it is named: a change of sharding is made anew, alone or (of frozen parameters) in its rule."""
+    return primitive.name not in ("sharding_constraint", "custom_vjp_call") and parameters.get("name") != GATHERED
