@@ -17,7 +17,7 @@ from jax.sharding import Mesh
 
 from areal_jax.cluster.meshes import Meshes, make_meshes, set_host_devices
 from areal_jax.config import Config, ConfigError, put
-from areal_jax.config_devices import parse_mesh
+from areal_jax.config_devices import check_heads
 from areal_jax.controller.evaluation import Evaluator
 from areal_jax.data.task import Task, load_task, settle_lengths
 from areal_jax.models.adapters import add
@@ -31,6 +31,7 @@ from areal_jax.models.tokenizer import Tokenizer, embedded_tokenizer, load_token
 from areal_jax.rewards.service import RewardService
 from areal_jax.sampler.driver import RolloutDriver
 from areal_jax.sampler.engine import SamplerEngine
+from areal_jax.sampler.settings import engine_settings
 from areal_jax.types import WeightUpdate
 from areal_jax.weights.adapters import AdapterPusher
 from areal_jax.weights.push import WeightPusher
@@ -55,7 +56,7 @@ def load_problems(config: Config) -> tuple[Tokenizer, Task, Config]:
     except (OSError, ValueError) as error:
         raise ConfigError(f"'model.path': {error}") from error
     if model is not None:
-        check_heads(config, adapted(model, config.model))
+        check_heads(config, adapted(model, config.model).heads, f"the heads of '{config.model.path}'")
     elif 0 < config.model.vocab_size < tokenizer.vocab_size:
         raise ConfigError(
             f"'model.vocab_size' must be at least the tokenizer's {tokenizer.vocab_size} tokens; got {config.model.vocab_size}; raise it, or set 0 to take them"
@@ -68,21 +69,6 @@ def load_problems(config: Config) -> tuple[Tokenizer, Task, Config]:
         check_positions(config, model, longest)
     put(settled, "trainer.micro_batch_tokens", capacity)
     return tokenizer, task, settled
-
-
-def check_heads(config: Config, model: ModelConfig) -> None:
-    """Refuses meshes over whose tensor axis the heads of a checkpoint cannot be divided.
-
-    Raises:
-      ConfigError: a tensor axis does not divide the policy's heads.
-    """
-    for role in ("trainer", "sampler"):
-        tensor = parse_mesh(f"cluster.mesh.{role}", config.cluster.mesh[role]).get("tensor", 1)
-        if model.heads % tensor:
-            raise ConfigError(
-                f"'cluster.mesh.{role}': the tensor axis must divide the {model.heads} heads of '{config.model.path}'; got {tensor}; "
-                f"take {max(n for n in range(1, tensor) if model.heads % n == 0)}"
-            )
 
 
 def check_positions(config: Config, model: ModelConfig, longest: int) -> None:
@@ -149,23 +135,14 @@ def save_policy(config: Config, directory: pathlib.Path, model: ModelConfig, par
 
 def make_engine(config: Config, model: ModelConfig, meshes: Meshes, tokenizer: Tokenizer, longest: int, *, temperature: float | None = None) -> SamplerEngine:
     """The sampler's programs; with ``temperature`` those of evaluation: the whole distribution at that temperature."""
-    r = config.rollout
-    whole = temperature is not None
     return SamplerEngine(
         dataclasses.replace(model, eos_ids=tuple(dict.fromkeys((*model.eos_ids, *stop_ids(config, tokenizer))))),
         meshes.sampler,
-        slots=r.slots,
+        slots=config.rollout.slots,
         max_length=longest,
-        buckets=r.length_buckets,
-        widths=r.prefill_buckets,
-        steps=r.steps_per_dispatch,
-        temperature=r.temperature if temperature is None else temperature,
-        top_k=0 if whole else r.top_k,
-        top_p=1.0 if whole else r.top_p,
         seed=config.seed,
         tokenizer=tokenizer,
-        dtype=config.model.sampler_dtype,
-        attention=config.model.attention,
+        **engine_settings(config, temperature),
     )
 
 

@@ -52,36 +52,59 @@ def divide_devices(config: Config, available: int) -> tuple[int, int, bool]:
     return sampler, trainer, shared
 
 
+def mesh_sizes(config: Config, role: str, count: int) -> dict[str, int]:
+    """Sizes of all axes of a role's mesh over ``count`` devices; 'data' takes what the named axes leave.
+
+    Raises:
+      ConfigError: the axes do not multiply to a divisor of the devices, the sampler has a context axis, or the trainer's does not divide a row.
+    """
+    sizes = parse_mesh(f"cluster.mesh.{role}", config.cluster.mesh[role])
+    product = math.prod(sizes.values())
+    if count % product or ("data" in sizes and product != count):
+        raise ConfigError(
+            f"'cluster.mesh.{role}' must multiply to a divisor of its {count} devices (exactly {count} when data is given); "
+            f"got '{config.cluster.mesh[role]}' = {product}"
+        )
+    context = sizes.get("context", 1)
+    if role == "sampler" and context > 1:
+        raise ConfigError(f"'cluster.mesh.sampler': a sampler has no context axis (it decodes one token a sequence); got context={context}; use tensor")
+    for key in ("trainer.micro_batch_tokens", "sft.row_tokens"):
+        if get(config, key) % context:
+            raise ConfigError(f"'{key}' must be a multiple of the trainer's context axis = {context}; got {get(config, key)}; or set it to 0")
+    return dict.fromkeys(MESH_AXES, 1) | {"data": count // product} | sizes
+
+
+def check_heads(config: Config, heads: int, whose: str) -> None:
+    """Refuses meshes over whose tensor axis the query heads of a policy cannot be divided.
+
+    Raises:
+      ConfigError: naming the axis, the heads (``whose``) and the next size that divides them.
+    """
+    for role in ("trainer", "sampler"):
+        tensor = parse_mesh(f"cluster.mesh.{role}", config.cluster.mesh[role]).get("tensor", 1)
+        if heads % tensor:
+            lower = max(n for n in range(1, tensor) if heads % n == 0)
+            raise ConfigError(f"'cluster.mesh.{role}': the tensor axis must divide {whose} = {heads}; got {tensor}; take {lower}")
+
+
+def row_capacity(config: Config, longest: int) -> int:
+    """Positions of a packed row: what the configuration says or, where that is 0, enough for the longest sequence and a multiple of the context axis."""
+    step = math.lcm(64, parse_mesh("cluster.mesh.trainer", config.cluster.mesh.trainer).get("context", 1))
+    return config.trainer.micro_batch_tokens or -(-max(192, longest) // step) * step
+
+
 def check_devices(config: Config, available: int) -> tuple[int, int, bool]:
     """``divide_devices``, with the meshes, rows and slots checked against them.
 
     Raises:
       ConfigError: more devices are asked for than there are, or a mesh does not fit.
     """
-    c = config.cluster
     sampler, trainer, shared = divide_devices(config, available)
-    for role, count in (("trainer", trainer), ("sampler", sampler)):
-        sizes = parse_mesh(f"cluster.mesh.{role}", c.mesh[role])
-        product = math.prod(sizes.values())
-        if count % product or ("data" in sizes and product != count):
-            raise ConfigError(
-                f"'cluster.mesh.{role}' must multiply to a divisor of its {count} devices (exactly {count} when data is given); "
-                f"got '{c.mesh[role]}' = {product}"
-            )
-        context, tensor = sizes.get("context", 1), sizes.get("tensor", 1)
-        if not config.model.path and config.model.heads % tensor:
-            raise ConfigError(f"'cluster.mesh.{role}': the tensor axis must divide 'model.heads' = {config.model.heads}; got {tensor}")
-        shards = count // (context * tensor)
-        if role == "trainer":
-            if (config.trainer.micro_batch_rows or shards) % shards:
-                raise ConfigError(
-                    f"'trainer.micro_batch_rows' must be a multiple of the trainer's {shards} data-parallel shards; got {config.trainer.micro_batch_rows}"
-                )
-            for key in ("trainer.micro_batch_tokens", "sft.row_tokens"):
-                if get(config, key) % context:
-                    raise ConfigError(f"'{key}' must be a multiple of the trainer's context axis = {context}; got {get(config, key)}; or set it to 0")
-        elif context > 1:
-            raise ConfigError(f"'cluster.mesh.sampler': a sampler has no context axis (it decodes one token a sequence); got context={context}; use tensor")
-        elif config.rollout.slots % shards:
-            raise ConfigError(f"'rollout.slots' must be a multiple of the sampler's {shards} data-parallel shards; got {config.rollout.slots}")
+    if not config.model.path:
+        check_heads(config, config.model.heads, "'model.heads'")
+    for role, count, key in (("trainer", trainer, "trainer.micro_batch_rows"), ("sampler", sampler, "rollout.slots")):
+        sizes = mesh_sizes(config, role, count)
+        shards = sizes["data"] * sizes["fsdp"]
+        if get(config, key) % shards:
+            raise ConfigError(f"'{key}' must be a multiple of the {role}'s {shards} data-parallel shards; got {get(config, key)}")
     return sampler, trainer, shared

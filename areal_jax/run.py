@@ -7,6 +7,7 @@ Invariants:
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import pathlib
 import threading
@@ -92,11 +93,10 @@ class Run:
         self.compiles = CompileCounter()
         self._built = False
         self.rewards = make_rewards(config, self._on_result)
-        try:
+        with contextlib.ExitStack() as unbuilt:
+            unbuilt.callback(self.close)
             self._build(model, meshes, params, stop_requested)
-        except BaseException:
-            self.close()
-            raise
+            unbuilt.pop_all()
 
     def _build(self, model: ModelConfig, meshes: Meshes, params: Any, stop_requested: Callable[[], bool]) -> None:
         config, task, tokenizer, files = self.config, self.task, self.tokenizer, self.files

@@ -62,7 +62,7 @@ def main(argv: list[str]) -> int:
         print_plan(console, now, best_trainers(now.setup, 4), best_samplers(now.setup), programs)
         plans = [as_json(now, programs)]
     if file:
-        file.write_text(json.dumps(plans if len(plans) > 1 else plans[0], indent=2, default=str) + "\n")
+        file.write_text(json.dumps(plans if len(plans) > 1 else plans[0], indent=2) + "\n")
     return 0 if any(plan["fits"] for plan in plans) else 1
 
 

@@ -18,7 +18,7 @@ import numpy as np
 from jax.sharding import AxisType, Mesh
 
 from areal_jax.config import ConfigError
-from areal_jax.config_devices import MESH_AXES, check_devices, parse_mesh
+from areal_jax.config_devices import MESH_AXES, check_devices, mesh_sizes
 
 
 @dataclasses.dataclass(frozen=True)
@@ -95,9 +95,7 @@ def make_meshes(config: Any, devices: Sequence[Any] | None = None) -> Meshes:
 
 def role_mesh(config: Any, role: str, devices: Sequence[Any]) -> Mesh:
     """The mesh that ``cluster.mesh.<role>`` describes, over exactly these devices; 'data' takes what the named axes leave."""
-    sizes = parse_mesh(f"cluster.mesh.{role}", config.cluster.mesh[role])
-    sizes.setdefault("data", len(devices) // math.prod(sizes.values()))
-    return build_mesh(devices, **sizes)
+    return build_mesh(devices, **mesh_sizes(config, role, len(devices)))
 
 
 def build_mesh(devices: Sequence[Any], *, data: int = 1, fsdp: int = 1, context: int = 1, tensor: int = 1) -> Mesh:

@@ -8,14 +8,13 @@ Invariants:
 from __future__ import annotations
 
 import dataclasses
-import math
 from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 
 from areal_jax.config import ConfigError
-from areal_jax.config_devices import parse_mesh
+from areal_jax.config_devices import row_capacity
 from areal_jax.data.arithmetic import MIXES, build_pools
 from areal_jax.data.demonstrations import demonstration_corpus
 from areal_jax.data.problems import Problem
@@ -124,8 +123,7 @@ def settle_lengths(config: Any, task: Task) -> tuple[int, int]:
       ConfigError: ``trainer.micro_batch_tokens`` is given and too small.
     """
     longest = task.longest_prompt + config.rollout.max_new_tokens
-    step = math.lcm(64, parse_mesh("cluster.mesh.trainer", config.cluster.mesh.trainer).get("context", 1))
-    capacity = config.trainer.micro_batch_tokens or -(-max(192, longest) // step) * step
+    capacity = row_capacity(config, longest)
     if capacity < longest - 1:
         raise ConfigError(
             f"'trainer.micro_batch_tokens' must hold the longest sequence, prompt {task.longest_prompt} + 'rollout.max_new_tokens' = "

@@ -21,7 +21,6 @@ from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from areal_jax.config import ConfigError
 from areal_jax.models.architecture import ModelConfig
 from areal_jax.models.attention import packed_attention
 from areal_jax.models.axes import divided, fitting, logical_to_mesh, names_of
@@ -62,13 +61,7 @@ DEFAULT = ForwardSettings()
 
 
 def forward_settings(config: Any, model: ModelConfig, mesh: Mesh) -> ForwardSettings:
-    """From ``model.attention``, ``model.scan_layers``, ``trainer.remat`` and ``trainer.logprob_chunk``.
-
-    Raises:
-      ConfigError: the mesh's tensor axis does not divide the model's heads.
-    """
-    if model.heads % mesh.shape["tensor"]:
-        raise ConfigError(f"'cluster.mesh.trainer': the tensor axis must divide the policy's {model.heads} heads; got {mesh.shape['tensor']}")
+    """From ``model.attention``, ``model.scan_layers``, ``trainer.remat`` and ``trainer.logprob_chunk``."""
     scan = config.model.scan_layers
     return ForwardSettings(
         config.model.attention, model.layers >= SCAN_FROM if scan is None else scan, config.trainer.remat, config.trainer.logprob_chunk, mesh

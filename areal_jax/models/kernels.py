@@ -41,7 +41,10 @@ def obstacle(platform: str, queries: int, dtype: Any) -> str:
     if platform == "tpu" and queries % LANES:
         return f"the TPU's kernel takes multiples of {LANES} positions a device; got {queries}"
     if platform == "gpu" and importlib.util.find_spec("tokamax") is None:
-        raise ConfigError("the GPU's attention kernel is tokamax, which is not installed; pip install 'areal_jax[gpu]', or set model.attention=blockwise")
+        raise ConfigError(
+            "the GPU's attention kernel is tokamax, which is not installed; install this project's extra 'gpu' (pip install -e '.[gpu]'), "
+            "or set model.attention=blockwise"
+        )
     return ""
 
 

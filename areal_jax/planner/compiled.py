@@ -26,6 +26,7 @@ from areal_jax.config import ConfigError, put
 from areal_jax.planner.collectives import Communication, read_collectives
 from areal_jax.planner.setup import Axes, Setup, train_state
 from areal_jax.sampler.engine import SamplerEngine
+from areal_jax.sampler.settings import engine_settings
 from areal_jax.trainer.programs import train_programs
 
 SILENT = Communication((), 0)
@@ -119,21 +120,8 @@ def compile_trainer(setup: Setup, names: Sequence[str] = ("accumulate", "apply")
 
 def planned_engine(setup: Setup, mesh: Any) -> SamplerEngine:
     """The sampler's engine as a run builds it, over a mesh of devices that need not be here."""
-    r = setup.config.rollout
-    return SamplerEngine(
-        setup.model,
-        mesh,
-        slots=setup.slots * mesh.shape["data"] * mesh.shape["fsdp"],
-        max_length=setup.longest,
-        buckets=r.length_buckets,
-        widths=r.prefill_buckets,
-        steps=r.steps_per_dispatch,
-        temperature=r.temperature,
-        top_k=r.top_k,
-        top_p=r.top_p,
-        dtype=setup.config.model.sampler_dtype,
-        attention=setup.config.model.attention,
-    )
+    slots = setup.slots * mesh.shape["data"] * mesh.shape["fsdp"]
+    return SamplerEngine(setup.model, mesh, slots=slots, max_length=setup.longest, **engine_settings(setup.config))
 
 
 def compile_sampler(setup: Setup, names: Sequence[str] = ("decode", "enter", "rebuild"), libtpu: bool = False, unrolled: int = UNROLLED) -> list[Program]:

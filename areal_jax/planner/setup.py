@@ -18,7 +18,7 @@ import numpy as np
 from jax.sharding import AbstractMesh, AxisType
 
 from areal_jax.config import Config, ConfigError, put
-from areal_jax.config_devices import MESH_AXES, divide_devices, parse_mesh
+from areal_jax.config_devices import MESH_AXES, check_heads, divide_devices, mesh_sizes, row_capacity
 from areal_jax.models.architecture import ModelConfig, adapted, new_model
 from areal_jax.models.config_json import read_model
 from areal_jax.models.files import PolicyFilesError
@@ -160,10 +160,7 @@ def make_setup(config: Config, topology: Topology, prompt: int | None = None, re
     if not config.task.max_prompt_tokens:
         put(config, "task.max_prompt_tokens", PROMPT)
     longest = config.task.max_prompt_tokens + config.rollout.max_new_tokens
-    if not config.trainer.micro_batch_tokens:
-        context = parse_mesh("cluster.mesh.trainer", config.cluster.mesh.trainer).get("context", 1)
-        step = math.lcm(64, context)
-        put(config, "trainer.micro_batch_tokens", -(-max(192, longest) // step) * step)
+    put(config, "trainer.micro_batch_tokens", row_capacity(config, longest))
     workload = Workload(prompt or max(1, config.task.max_prompt_tokens // 4), response or max(1, config.rollout.max_new_tokens // 4))
     if workload.sequence > longest:
         raise ConfigError(f"'--prompt' + '--response' must be at most the longest sequence = {longest}; got {workload.sequence}")
@@ -171,15 +168,8 @@ def make_setup(config: Config, topology: Topology, prompt: int | None = None, re
     if free:
         for role in ("trainer", "sampler"):
             put(config, f"cluster.mesh.{role}", "")
-    axes = {role: _axes(config, role, count) for role, count in (("trainer", trainer), ("sampler", sampler))}
-    for role, sizes in axes.items():
-        if model.heads % sizes.tensor:
-            raise ConfigError(f"'cluster.mesh.{role}': the tensor axis must divide the policy's {model.heads} heads; got {sizes.tensor}")
-    tokens, context = config.trainer.micro_batch_tokens, axes["trainer"].context
-    if tokens % context:
-        raise ConfigError(f"'trainer.micro_batch_tokens' must be a multiple of the trainer's context axis = {context}; got {tokens}; or set it to 0")
-    if axes["sampler"].context > 1:
-        raise ConfigError(f"'cluster.mesh.sampler': a sampler has no context axis; got context={axes['sampler'].context}; use tensor")
+    check_heads(config, model.heads, "the policy's heads")
+    axes = {role: Axes(**mesh_sizes(config, role, count)) for role, count in (("trainer", trainer), ("sampler", sampler))}
     settled = with_meshes(Setup(config, model, topology, axes["trainer"], axes["sampler"], workload))
     return dataclasses.replace(settled, notes=(*settled.notes, *machine_notes(config, model, topology)))
 
@@ -209,17 +199,6 @@ def with_meshes(setup: Setup, trainer: Axes | None = None, sampler: Axes | None 
             notes.append(f"{key} {wanted} raised to {settled}, a multiple of {shards} shards")
         section[key] = settled
     return dataclasses.replace(setup, config=config, trainer=trainer, sampler=sampler, notes=tuple(notes))
-
-
-def _axes(config: Config, role: str, count: int) -> Axes:
-    sizes = parse_mesh(f"cluster.mesh.{role}", config.cluster.mesh[role])
-    product = math.prod(sizes.values())
-    if count % product or ("data" in sizes and product != count):
-        raise ConfigError(
-            f"'cluster.mesh.{role}' must multiply to a divisor of its {count} devices (exactly {count} when data is given); "
-            f"got '{config.cluster.mesh[role]}' = {product}"
-        )
-    return Axes(**{"data": count // product, **sizes})
 
 
 @functools.cache

@@ -80,7 +80,7 @@ def test_auto_takes_a_kernel_where_there_is_one_and_else_what_the_length_allows(
         with pytest.raises(ConfigError, match=rf"model\.attention=kernel.*{words}.*model\.attention=auto"):
             chosen_backend("kernel", platform, queries, queries, dtype)
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
-    with pytest.raises(ConfigError, match=r"areal_jax\[gpu\]"):
+    with pytest.raises(ConfigError, match=r"extra 'gpu'.*model\.attention=blockwise"):
         chosen_backend("auto", "gpu", 4096, 4096, half)
 
 

@@ -11,6 +11,7 @@ import numpy_policy
 import pytest
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
+from random_policy import params_of
 
 from areal_jax.cluster.meshes import build_mesh
 from areal_jax.models.architecture import ModelConfig
@@ -24,17 +25,6 @@ HIDDEN = 24
 def model_of(**changes):
     sizes = {"vocab_size": 29, "layers": 1, "hidden_size": HIDDEN, "heads": 4, "kv_heads": 2, "head_dim": 6, "mlp_size": 40}
     return ModelConfig("qwen3_moe", **(sizes | {"experts": 6, "experts_per_token": 2, "expert_mlp_size": 16} | changes))
-
-
-def params_of(model, seed=0):
-    random = np.random.default_rng(seed)
-
-    def leaf(shape):
-        if len(shape.shape) == 1:
-            return (1.0 + 0.5 * random.standard_normal(shape.shape)).astype(np.float32)
-        return (shape.shape[-2] ** -0.5 * 1.5 * random.standard_normal(shape.shape)).astype(np.float32)
-
-    return jax.tree.map(leaf, param_shapes(model))
 
 
 def block_of(model, seed=0):

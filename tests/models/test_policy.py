@@ -7,6 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import numpy_policy
 import pytest
+from random_policy import params_of
 
 from areal_jax.models.architecture import ModelConfig, RopeScaling
 from areal_jax.models.forward import packed_logprobs
@@ -18,18 +19,6 @@ VOCABULARY, LENGTH = 29, 20
 
 def model_of(family="qwen2", **changes):
     return ModelConfig(family, VOCABULARY, layers=2, hidden_size=24, heads=4, kv_heads=2, head_dim=6, mlp_size=40, **changes)
-
-
-def params_of(model, seed=0):
-    """Every parameter random, biases and norms too, so that none can be left out unseen."""
-    random = np.random.default_rng(seed)
-
-    def leaf(shape):
-        if len(shape.shape) == 1:
-            return (1.0 + 0.5 * random.standard_normal(shape.shape)).astype(np.float32)
-        return (shape.shape[-2] ** -0.5 * 1.5 * random.standard_normal(shape.shape)).astype(np.float32)
-
-    return jax.tree.map(leaf, param_shapes(model))
 
 
 def packed(sequences, length=LENGTH, start=0):

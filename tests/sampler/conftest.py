@@ -160,3 +160,9 @@ def judge(model, full_logits, uniform_numbers, host_params):
         assert np.all(np.diff(trajectory.versions) >= 0)
 
     return check
+
+
+@pytest.fixture(scope="module")
+def plain(engine_of, driver_of, run, requests):
+    """All requests, run once without any disturbance."""
+    return run(driver_of(engine_of()), requests)
