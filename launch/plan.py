@@ -7,8 +7,8 @@
   python launch/plan.py --config=configs/math.py --topology=cpu:8
 
 Neither checkpoint nor problems have to be here. Memory, work and least times come from the architecture and the hardware's peaks; for one topology
-the run's own programs are also compiled for its devices (``--compile=no`` leaves that out; ``--compile=libtpu`` takes the TPU's own compiler, which
-needs minutes). Mean lengths of prompts and responses are assumed to be a quarter of their limits unless ``--prompt`` and ``--response`` say so.
+the run's own programs are also compiled for its devices (``--compile=no`` leaves that out; ``--compile=libtpu`` takes the TPU's own compiler
+instead). Mean lengths of prompts and responses are assumed to be a quarter of their limits unless ``--prompt`` and ``--response`` say so.
 
 Exit status: 0 it fits, 1 it does not (of a range: no size does), 2 the question is refused.
 """

@@ -78,7 +78,7 @@ def virtual_devices(count: int) -> None:
 def target_devices(setup: Setup, axes: Axes, libtpu: bool) -> tuple[Sequence[Any], Axes, str]:
     """(devices, axes, target) to compile a role's programs for.
 
-    With ``libtpu`` TPU chips are described by it, and its compiler takes minutes; a role that is no whole slice is then
+    With ``libtpu`` TPU chips are described by it; a role that is no whole slice is then
     compiled with fewer shards of the data axis.
     """
     chip = setup.topology.chip
