@@ -110,5 +110,5 @@ def test_what_the_policy_cannot_do_is_refused_before_its_weights_are_read(tmp_pa
     with pytest.raises(ConfigError, match=r"^'model\.lora_targets' must not name the layers of experts.* got up"):
         problems(rank=2, targets=("query", "up"))
     for role in ("trainer", "sampler"):
-        with pytest.raises(ConfigError, match=rf"^'cluster\.mesh\.{role}': the tensor axis must divide the 4 heads of .*; got 6; take 4"):
+        with pytest.raises(ConfigError, match=rf"^'cluster\.mesh\.{role}': the tensor axis must divide the heads of '.*' = 4; got 6; take 4"):
             problems(**{role: "tensor=6"})
