@@ -69,11 +69,25 @@ class Prompt:
 
 
 @dataclasses.dataclass(frozen=True)
+class Sampling:
+    """A request's own sampling distribution: temperature (0: the likeliest token), then top-k (0: all), then top-p (1: all)."""
+
+    temperature: float = 1.0
+    top_k: int = 0
+    top_p: float = 1.0
+
+
+@dataclasses.dataclass(frozen=True)
 class GenerationRequest:
-    """One sample to be drawn. The random key of its t-th token depends on (run seed, group_id, sample_index, t) alone.
+    """One sample to be drawn. The random key of its t-th token depends on (run seed, random stream, t) alone.
 
     ``tokens``, ``behaviour_logprobs`` and ``versions`` hold what was generated before (a half-finished generation
     that is taken up again); they are empty for a new request.
+
+    ``sampling``: its own distribution, for an engine made with ``per_request=True``; None: the engine's.
+    ``stream``: names its random stream, two uint32; None: (group_id, sample_index).
+
+    Requests of one ``group_id`` have one prompt, which is prefilled once.
     """
 
     group_id: int
@@ -83,10 +97,32 @@ class GenerationRequest:
     tokens: np.ndarray = dataclasses.field(default_factory=lambda: np.zeros(0, np.int32))
     behaviour_logprobs: np.ndarray = dataclasses.field(default_factory=lambda: np.zeros(0, np.float32))
     versions: np.ndarray = dataclasses.field(default_factory=lambda: np.zeros(0, np.int32))
+    sampling: Sampling | None = None
+    stream: tuple[int, int] | None = None
 
     @property
     def key(self) -> tuple[int, int]:
         return self.group_id, self.sample_index
+
+
+@dataclasses.dataclass(frozen=True)
+class NewTokens:
+    """What one dispatch added to a request.
+
+    Attributes:
+      key: of the request.
+      tokens: int32 [n].
+      logprobs: float32 [n], under the distribution each was drawn from.
+      raw_logprobs: float32 [n], under temperature 1 and without filters; None unless the engine is made with ``per_request=True``.
+      top_ids, top_logprobs: int32 and float32 [n, engine.top_logprobs], the likeliest tokens in that sense, descending; likewise.
+    """
+
+    key: tuple[int, int]
+    tokens: np.ndarray
+    logprobs: np.ndarray
+    raw_logprobs: np.ndarray | None = None
+    top_ids: np.ndarray | None = None
+    top_logprobs: np.ndarray | None = None
 
 
 @dataclasses.dataclass(frozen=True)

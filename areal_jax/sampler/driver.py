@@ -26,18 +26,19 @@ import numpy as np
 
 from areal_jax.sampler.engine import SamplerEngine
 from areal_jax.sampler.state import Insertion
-from areal_jax.types import GenerationRequest, Trajectory, WeightUpdate
+from areal_jax.types import GenerationRequest, NewTokens, Trajectory, WeightUpdate
 
 Key = tuple[int, int]
 
 
 @dataclasses.dataclass(frozen=True)
 class Progress:
-    """What one dispatch brought: new tokens by request, and the requests that ended in it."""
+    """What one dispatch brought: how many new tokens by request, the requests that ended in it, and the tokens themselves."""
 
     version: int
     new_tokens: tuple[tuple[Key, int], ...]
     finished: tuple[Trajectory, ...]
+    tokens: tuple[NewTokens, ...] = ()
 
 
 @dataclasses.dataclass
@@ -333,7 +334,7 @@ class RolloutDriver:
         tokens, logprobs, valid, live = chunk.unpack()
         end = time.monotonic()
         finished: list[Trajectory] = []
-        new_tokens: list[tuple[Key, int]] = []
+        made: list[NewTokens] = []
         with self._lock:
             for slot, sequence in enumerate(self._slots):
                 n = int(valid[slot])
@@ -343,18 +344,19 @@ class RolloutDriver:
                 sequence.tokens[at], sequence.logprobs[at], sequence.versions[at] = tokens[slot, :n], logprobs[slot, :n], current.version
                 sequence.count += n
                 if n:
-                    new_tokens.append((sequence.request.key, n))
+                    made.append(NewTokens(sequence.request.key, tokens[slot, :n], logprobs[slot, :n]))
                 if not live[slot]:
                     finished.append(self._finish(sequence))
                     self._slots[slot] = None
-            made = sum(n for _, n in new_tokens)
-            self.statistics.generated_tokens += made
+            new_tokens = tuple((new.key, len(new.tokens)) for new in made)
+            total = sum(n for _, n in new_tokens)
+            self.statistics.generated_tokens += total
             self.statistics.dispatches += 1
             self.statistics.busy_s += end - start
-            self.statistics.live_slot_steps += made
+            self.statistics.live_slot_steps += total
             self.statistics.slot_steps += len(self._slots) * int(valid.max(initial=0))
-            self._trace("decode", start, end, version=current.version, tokens=made, slots=len(lengths))
-            self._on_progress(Progress(current.version, tuple(new_tokens), tuple(finished)))
+            self._trace("decode", start, end, version=current.version, tokens=total, slots=len(lengths))
+            self._on_progress(Progress(current.version, new_tokens, tuple(finished), tuple(made)))
 
     def _finish(self, sequence: _Sequence) -> Trajectory:
         tokens, logprobs, versions = sequence.partial()
