@@ -1,0 +1,87 @@
+"""Attention over pages of keys and values: of one new token a sequence (decoding) or of a block of them (prefill), by one function.
+
+Invariants:
+* Pages are [kv_heads, pages, page_size, head_dim]; a sequence's position p stands in page ``table[p // page_size]`` at p % page_size.
+* The keys and values of the queries themselves stand in the pages already; a query sees the positions up to its own, and nothing else of a page.
+* The work is that of the longest sequence of a few neighbouring rows, whatever the width of the tables: rows ordered by length cost what they hold.
+* A row's result depends on its own queries and pages alone, to the last bit: blocks of keys beyond its end change nothing.
+* Scores and softmax are float32.
+"""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+
+from areal_jax.models.blockwise import MASKED
+from areal_jax.models.layers import precision
+
+ROWS = 8
+"""Sequences whose keys are visited together."""
+KEYS = 64
+"""Keys of a sequence that are visited together, at least."""
+
+
+def paged_attention(query: jax.Array, key_pages: jax.Array, value_pages: jax.Array, tables: jax.Array, starts: jax.Array) -> jax.Array:
+    """Causal attention of some queries a sequence over its pages.
+
+    Args:
+      query: [rows, queries, heads, head_dim], at consecutive positions of a row.
+      key_pages, value_pages: [kv_heads, pages, page_size, head_dim].
+      tables: int32 [rows, pages of a row].
+      starts: int32 [rows], the position of a row's first query.
+
+    Returns:
+      [rows, queries, heads, head_dim].
+    """
+    rows, queries, heads, head_dim = query.shape
+    kv_heads, _, page_size, _ = key_pages.shape
+    together = max(1, KEYS // page_size)
+    size = next(n for n in range(min(ROWS, rows), 0, -1) if rows % n == 0)
+    group = heads // kv_heads
+    tables = jnp.pad(tables, ((0, 0), (0, -tables.shape[1] % together)))
+    folded = query.reshape(rows, queries, kv_heads, group, head_dim).transpose(2, 0, 3, 1, 4).reshape(kv_heads, rows // size, size, group * queries, head_dim)
+    exact = precision(query.dtype)
+
+    def attend(block: tuple[jax.Array, jax.Array, jax.Array]) -> jax.Array:
+        own, pages, first = block  # [kv_heads, size, group·queries, head_dim], [size, pages], [size]
+        ends = jnp.tile(first[:, None] + jnp.arange(queries), (1, group))
+
+        def visit(index: jax.Array, carry: tuple[jax.Array, jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array, jax.Array]:
+            highest, mass, mixed = carry
+            ids = jax.lax.dynamic_slice_in_dim(pages, index * together, together, axis=1)
+            key, value = (x[:, ids].reshape(kv_heads, size, together * page_size, head_dim) for x in (key_pages, value_pages))
+            scores = jnp.matmul(own, key.swapaxes(2, 3), precision=exact, preferred_element_type=jnp.float32) * head_dim**-0.5
+            places = index * (together * page_size) + jnp.arange(together * page_size)
+            scores = jnp.where(places <= ends[..., None], scores, MASKED)
+            now = jnp.maximum(highest, jnp.max(scores, -1))
+            kept, weights = jnp.exp(highest - now), jnp.exp(scores - now[..., None])
+            part = jnp.matmul(weights.astype(value.dtype), value, precision=exact, preferred_element_type=jnp.float32)
+            return now, mass * kept + jnp.sum(weights, -1), mixed * kept[..., None] + part
+
+        shape = own.shape[:3]
+        carry = (jnp.full(shape, MASKED), jnp.zeros(shape), jnp.zeros(own.shape, jnp.float32))
+        last = jnp.max(ends) // (together * page_size)
+        _, mass, mixed = jax.lax.fori_loop(0, last + 1, visit, carry)
+        return (mixed / mass[..., None]).astype(query.dtype)
+
+    blocks = (folded.swapaxes(0, 1), tables.reshape(rows // size, size, -1), starts.reshape(rows // size, size))
+    mixed = attend(jax.tree.map(lambda x: x[0], blocks))[None] if rows == size else jax.lax.map(attend, blocks)
+    mixed = mixed.reshape(rows // size, kv_heads, size, group, queries, head_dim).transpose(0, 2, 4, 1, 3, 5)
+    return mixed.reshape(rows, queries, heads, head_dim)
+
+
+def write_pages(pages: jax.Array, new: jax.Array, tables: jax.Array, starts: jax.Array, counts: jax.Array) -> jax.Array:
+    """The pages with the first ``counts[r]`` of a row's new keys (or values) at its positions from ``starts[r]`` on; the others go to page 0.
+
+    Args:
+      pages: [kv_heads, pages, page_size, head_dim].
+      new: [rows, queries, kv_heads, head_dim].
+      tables: int32 [rows, pages of a row].
+      starts, counts: int32 [rows].
+    """
+    page_size, queries = pages.shape[2], new.shape[1]
+    places = starts[:, None] + jnp.arange(queries)
+    page = jnp.take_along_axis(tables, jnp.minimum(places // page_size, tables.shape[1] - 1), axis=1)
+    page = jnp.where(jnp.arange(queries) < counts[:, None], page, 0)
+    return pages.at[:, page.reshape(-1), (places % page_size).reshape(-1)].set(new.reshape(-1, *new.shape[2:]).swapaxes(0, 1).astype(pages.dtype))
