@@ -22,7 +22,7 @@ from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
 from areal_jax.config import ConfigError
-from areal_jax.models.axes import divided, fitting, logical_to_mesh, names_of
+from areal_jax.models.axes import divided, fitting, logical_to_mesh, names_of, platform_of
 from areal_jax.models.blockwise import MASKED, blockwise_attention
 from areal_jax.models.kernels import obstacle, splash_attention, splash_kernel, tokamax_attention
 from areal_jax.models.layers import precision
@@ -53,7 +53,7 @@ def packed_attention(query: jax.Array, key: jax.Array, value: jax.Array, segment
     rows, context, heads = ((), (), ()) if mesh is None or whole else (names_of(part) for part in spec[:3])
     own_heads = query.shape[2] // math.prod(mesh.shape[name] for name in heads) if mesh is not None else query.shape[2]
     own_length = length // math.prod(mesh.shape[name] for name in context) if mesh is not None else length
-    platform = _platform(mesh)
+    platform = platform_of(mesh)
     backend = chosen_backend(backend, platform, length, own_length, query.dtype)
     splash = backend == "kernel" and platform == "tpu"
     kernel, kernel_spec = splash_kernel(own_heads, length, None if whole else mesh, context[0] if context else None) if splash else ((), ())
@@ -82,10 +82,6 @@ def packed_attention(query: jax.Array, key: jax.Array, value: jax.Array, segment
     keys = P(spec[0], spec[1], by_key_head, None)
     specs = (kernel_spec, spec, keys, keys, P(rows or None, None))
     return jax.shard_map(local, mesh=mesh, in_specs=specs, out_specs=spec, check_vma=False)(kernel, query, key, value, segment_ids)
-
-
-def _platform(mesh: Mesh | None) -> str:
-    return jax.default_backend() if mesh is None else mesh.devices.flat[0].platform
 
 
 def chosen_backend(backend: str, platform: str, length: int, own_length: int, dtype: Any) -> str:

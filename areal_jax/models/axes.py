@@ -8,6 +8,7 @@ from __future__ import annotations
 import math
 from typing import Any
 
+import jax
 from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
@@ -46,3 +47,8 @@ def fitting(mesh: Mesh, spec: P, shape: tuple[int, ...]) -> P:
 def divided(mesh: Mesh | None) -> bool:
     """Whether there is more than one device to divide anything among."""
     return mesh is not None and mesh.size > 1
+
+
+def platform_of(mesh: Mesh | None) -> str:
+    """The platform of a mesh's devices; of None, the default one."""
+    return jax.default_backend() if mesh is None else mesh.devices.flat[0].platform

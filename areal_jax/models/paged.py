@@ -10,9 +10,17 @@ Invariants:
 
 from __future__ import annotations
 
+import functools
+from typing import Any
+
 import jax
 import jax.numpy as jnp
+from jax.sharding import Mesh
+from jax.sharding import PartitionSpec as P
 
+from areal_jax.config import ConfigError
+from areal_jax.models import paged_kernels
+from areal_jax.models.axes import divided, fitting, logical_to_mesh, platform_of
 from areal_jax.models.blockwise import MASKED
 from areal_jax.models.layers import precision
 
@@ -22,18 +30,52 @@ KEYS = 64
 """Keys of a sequence that are visited together, at least."""
 
 
-def paged_attention(query: jax.Array, key_pages: jax.Array, value_pages: jax.Array, tables: jax.Array, starts: jax.Array) -> jax.Array:
+def paged_attention(
+    query: jax.Array,
+    key_pages: jax.Array,
+    value_pages: jax.Array,
+    tables: jax.Array,
+    starts: jax.Array,
+    backend: str = "auto",
+    mesh: Mesh | None = None,
+) -> jax.Array:
     """Causal attention of some queries a sequence over its pages.
 
     Args:
       query: [rows, queries, heads, head_dim], at consecutive positions of a row.
       key_pages, value_pages: [kv_heads, pages, page_size, head_dim].
-      tables: int32 [rows, pages of a row].
+      tables: int32 [rows, pages of a row], of pages that exist.
       starts: int32 [rows], the position of a row's first query.
+      backend: for decoding (one query a row) 'kernel' (the accelerator's), 'plain' or 'blockwise' (both this module's), or 'auto': the kernel where there
+        is one. More queries a row take this module's on every device.
+      mesh: that the arrays lie on; None: one device. Heads are divided over the axis of 'kv_heads' where it divides those, all else is on every device.
 
     Returns:
       [rows, queries, heads, head_dim].
+
+    Raises:
+      ConfigError: 'kernel' where there is none for decoding.
     """
+    platform = platform_of(mesh)
+    reason = paged_kernels.obstacle(platform, query.shape, key_pages.shape[2], tables.shape, query.dtype)
+    if backend == "kernel" and query.shape[1] == 1 and reason:
+        raise ConfigError(f"'kernel' needs a kernel that decodes over pages: {reason}; take 'auto'")
+    kernel = backend in ("kernel", "auto") and query.shape[1] == 1 and not reason
+    attend: Any = functools.partial(_decode, platform) if kernel else plain_paged_attention
+    if mesh is None or not divided(mesh):
+        return attend(query, key_pages, value_pages, tables, starts)
+    pages = fitting(mesh, logical_to_mesh("kv_heads"), key_pages.shape)
+    heads = P(None, None, pages[0])
+    specs = (heads, pages, pages, P(), P())
+    return jax.shard_map(attend, mesh=mesh, in_specs=specs, out_specs=heads, check_vma=False)(query, key_pages, value_pages, tables, starts)
+
+
+def _decode(platform: str, query: jax.Array, *arrays: jax.Array) -> jax.Array:
+    return paged_kernels.decode(platform, query[:, 0], *arrays)[:, None]
+
+
+def plain_paged_attention(query: jax.Array, key_pages: jax.Array, value_pages: jax.Array, tables: jax.Array, starts: jax.Array) -> jax.Array:
+    """``paged_attention`` in plain XLA, on one device."""
     rows, queries, heads, head_dim = query.shape
     kv_heads, _, page_size, _ = key_pages.shape
     together = max(1, KEYS // page_size)

@@ -41,7 +41,7 @@ def wanted(inputs):
 @pytest.fixture
 def as_tpu(monkeypatch):
     """Attention as on a TPU, in float32."""
-    monkeypatch.setattr(attention, "_platform", lambda mesh: "tpu")
+    monkeypatch.setattr(attention, "platform_of", lambda mesh: "tpu")
     monkeypatch.setattr(attention, "obstacle", lambda *_: "")
 
 
