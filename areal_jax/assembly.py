@@ -156,7 +156,7 @@ def evaluation_engine(config: Config, engine: SamplerEngine, make: Callable[[flo
 def make_driver(config: Config, engine: SamplerEngine, update: WeightUpdate, **more: Any) -> RolloutDriver:
     """A sampler over an engine's programs; ``more``: seed and callbacks."""
     r = config.rollout
-    return RolloutDriver(engine, update, prefill_groups=r.prefill_groups, group_size=r.group_size, kv_on_update=r.kv_on_update, **more)
+    return RolloutDriver(engine, update, kv_on_update=r.kv_on_update, **more)
 
 
 def make_pusher(config: Config, model: ModelConfig, meshes: Meshes, frozen: Any) -> WeightPusher | AdapterPusher:

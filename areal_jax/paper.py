@@ -82,7 +82,7 @@ def paper_run(size: str, *, max_staleness: int, steps: int) -> Config:
     )
     config.task.update(name="jsonl", max_prompt_tokens=1024)
     config.rollout.update(
-        max_staleness=max_staleness, group_size=16, max_new_tokens=27648, slots=s.slots, steps_per_dispatch=32, prefill_buckets=(1024, 4096, 12288)
+        max_staleness=max_staleness, group_size=16, max_new_tokens=27648, slots=s.slots, steps_per_dispatch=32, page_size=64, prefill_chunk=8192
     )
     config.rollout.wait_timeout_s = 7200.0
     config.trainer.update(

@@ -53,7 +53,6 @@ def smollm2_135m() -> Config:
     config.reward.verifier = "areal_jax.rewards.verify:verify_line"
     config.rollout.stop = ("\n",)
     config.rollout.max_new_tokens = 6
-    config.rollout.prefill_buckets = ()
     config.trainer.steps = 30
     config.trainer.groups_per_step = 8
     config.trainer.minibatches = 1

@@ -18,7 +18,7 @@ def config_of(**rollout):
     config = base_config()
     config.model.update(layers=1, hidden_size=16, heads=2, kv_heads=1, head_dim=8, mlp_size=16)
     config.cluster.update(sampler_devices=1, trainer_devices=1)
-    config.rollout.update(slots=8, group_size=8, max_new_tokens=40, prefill_groups=1, prefill_buckets=(), steps_per_dispatch=8, **rollout)
+    config.rollout.update(slots=8, group_size=8, max_new_tokens=40, steps_per_dispatch=8, **rollout)
     return validate(config)
 
 

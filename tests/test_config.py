@@ -124,7 +124,7 @@ def test_overrides_take_the_type_of_their_key(tmp_path):
             "--config.trainer.learning_rate=1e-4",
             "--config.rollout.max_staleness",
             "None",
-            "--config.rollout.length_buckets=(16,256)",
+            "--config.rollout.stop=('a','b')",
             "--config.rollout.interruptible=no",
             "--config.trainer.weight_decay=0",
             f"--workdir={tmp_path}",
@@ -132,7 +132,7 @@ def test_overrides_take_the_type_of_their_key(tmp_path):
         ],
         flags=("split",),
     )
-    assert config.trainer.learning_rate == 1e-4 and config.rollout.max_staleness is None and config.rollout.length_buckets == (16, 256)
+    assert config.trainer.learning_rate == 1e-4 and config.rollout.max_staleness is None and config.rollout.stop == ("a", "b")
     assert config.rollout.interruptible is False and config.trainer.weight_decay == 0.0 and isinstance(config.trainer.weight_decay, float)
     assert workdir == tmp_path and further == {"split": "test"}
 
@@ -151,7 +151,6 @@ def test_default_workdir_is_named_after_the_config():
         ("trainer.learning_rate=fast", ("'trainer.learning_rate'", "float", "fast")),
         ("rollout.max_staleness=4.0", ("'rollout.max_staleness'", "int or None", "4.0")),
         ("rollout.interruptible=maybe", ("'rollout.interruptible'", "true or false", "maybe")),
-        ("rollout.length_buckets='48'", ("'rollout.length_buckets'", "tuple, as in (48,)", "48")),
         (r"rollout.stop='\n'", ("'rollout.stop'", r"tuple, as in ('\n',)", r"got '\n'")),
         ("model.lora_targets=query", ("'model.lora_targets'", "tuple, as in ('query', 'value')", "got 'query'")),
         ("telemetry.trace=2", ("'telemetry.trace'", "true or false", "2")),
@@ -215,11 +214,10 @@ def test_group_of_one_has_no_baseline(name):
         (["model.lora_targets=()"], ("'model.lora_targets'", "got none"), ["model.lora_targets=('up',)"]),
         (["model.head_dim=15"], ("'model.head_dim'", "even", "15"), ["model.head_dim=16"]),
         (["trainer.groups_per_step=5"], ("'trainer.minibatches'", "5 and 2"), ["trainer.groups_per_step=5", "trainer.minibatches=1"]),
-        (["rollout.length_buckets=(96,48)"], ("'rollout.length_buckets'", "rising"), ["rollout.length_buckets=(48,96)"]),
+        (["rollout.prefill_chunk=100"], ("'rollout.prefill_chunk'", "multiple of 32", "take 128"), ["rollout.prefill_chunk=128"]),
         (["rollout.stop=(1,)"], ("'rollout.stop'", "(1,)"), [r"rollout.stop=('\n',)"]),
         (["rollout.stop=('',)"], ("'rollout.stop'", "('',)"), ["rollout.stop=()"]),
         (["rollout.stop=(';',';')"], ("'rollout.stop'", "different"), ["rollout.stop=(';',)"]),
-        (["rollout.length_buckets=(1.5,)"], ("'rollout.length_buckets'", "whole"), ["rollout.length_buckets=(2,)"]),
         (["trainer.micro_batch_tokens=100"], ("'trainer.micro_batch_tokens'", "112", "100"), ["trainer.micro_batch_tokens=192"]),
         (
             ["task.max_prompt_tokens=100", "trainer.micro_batch_tokens=192"],
@@ -333,7 +331,7 @@ def test_workdir_must_be_writable(tmp_path):
 def test_resolved_configuration_is_saved(tmp_path):
     open_workdir(tmp_path / "run", loaded("trainer.learning_rate=1e-4", "rollout.max_staleness=None"))
     saved = json.loads((tmp_path / "run" / "config.json").read_text())
-    assert saved["trainer"]["learning_rate"] == 1e-4 and saved["rollout"]["max_staleness"] is None and saved["rollout"]["length_buckets"] == []
+    assert saved["trainer"]["learning_rate"] == 1e-4 and saved["rollout"]["max_staleness"] is None and saved["rollout"]["stop"] == []
     flat = {name for name, _ in fields()}
     assert all(part in saved for part in {name.split(".")[0] for name in flat})
 
@@ -344,7 +342,7 @@ def test_resume_keeps_the_configuration(tmp_path):
     (tmp_path / "checkpoints" / "3").mkdir(parents=True)
     open_workdir(tmp_path, loaded())
     open_workdir(tmp_path, loaded("trainer.steps=500", "checkpoint.every_steps=7", "telemetry.live=off"))
-    for text, before in (("rollout.max_staleness=2", "4"), ("trainer.learning_rate=1.0", "0.0003"), ("seed=3", "0"), ("rollout.length_buckets=(144,)", "[]")):
+    for text, before in (("rollout.max_staleness=2", "4"), ("trainer.learning_rate=1.0", "0.0003"), ("seed=3", "0"), ("rollout.stop=(';',)", "[]")):
         with pytest.raises(ConfigError) as caught:
             open_workdir(tmp_path, loaded(text))
         key, _, value = text.partition("=")

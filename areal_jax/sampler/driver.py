@@ -1,13 +1,12 @@
-"""The interruptible driver: continuous batching over the engine's slots, with weights that change in mid-generation.
+"""The interruptible driver: continuous batching over the engine's slots and pages, with weights that change in mid-generation.
 
 Invariants:
 * A dispatch takes (params, version) as one value read before it; every token it makes is stamped with that version.
-* A pending weight update is taken between two dispatches: the new weights go in, the cache of every unfinished sequence is
-  rebuilt under them (``kv_on_update='recompute'``), its token budget stays, and decoding goes on from its newest token.
-* A request's tokens depend on its key and the weights alone, not on its slot or its neighbours.
-* The host's record of a sequence is complete: it is enough to rebuild the cache, to interrupt and to go on elsewhere.
-
-Life of a request: queued → in a slot → (rebuilt at an update)* → finished (stop token or limit) | cancelled.
+* A pending weight update is taken between two dispatches, once what is on its way has arrived: the new weights go in, the pages of every
+  unfinished sequence are refilled under them (``kv_on_update='recompute'``), its token budget stays, and decoding goes on from its newest token.
+* A request's tokens depend on its random stream and the weights alone, not on its slot, its pages or its neighbours.
+* While sequences decode, at most one prefill program runs between two dispatches.
+* The next dispatch is enqueued before the last one's tokens are fetched.
 
 One thread calls ``run_once``; the others call ``submit``, ``publish``, ``cancel`` and ``partials`` at any time.
 """
@@ -18,17 +17,23 @@ import collections
 import dataclasses
 import threading
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import jax
 import numpy as np
 
-from areal_jax.sampler.engine import SamplerEngine
-from areal_jax.sampler.state import Insertion
-from areal_jax.types import GenerationRequest, NewTokens, Trajectory, WeightUpdate
+from areal_jax.sampler.engine import BLOCK, SamplerEngine
+from areal_jax.sampler.scheduler import Piece, Scheduler
+from areal_jax.sampler.sequences import Sequence
+from areal_jax.sampler.state import Blocks, Chunk, Insertion
+from areal_jax.types import GenerationRequest, NewTokens, Sampling, Trajectory, WeightUpdate
 
 Key = tuple[int, int]
+AHEAD = 1
+"""Dispatches that are enqueued while an earlier one's tokens are fetched."""
+FINISHED_SHARE = 16
+"""With requests waiting a dispatch ends once one slot in so many has finished."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -43,7 +48,7 @@ class Progress:
 
 @dataclasses.dataclass
 class DriverStatistics:
-    """Totals since the start; times in seconds."""
+    """Totals since the start, times in seconds; ``kv_pages_used`` is the number of pages held at the moment."""
 
     generated_tokens: int = 0
     prefill_tokens: int = 0
@@ -54,32 +59,20 @@ class DriverStatistics:
     slot_steps: int = 0
     updates: int = 0
     interrupts: int = 0
+    preemptions: int = 0
     pause_s: float = 0.0
     rebuild_s: float = 0.0
+    kv_pages_used: int = 0
 
 
-class _Sequence:
-    """Host record of one request in a slot."""
+@dataclasses.dataclass(frozen=True)
+class _Dispatch:
+    """A dispatch on its way: whose rows it has, and under which version it runs."""
 
-    def __init__(self, request: GenerationRequest, capacity: int):
-        self.request = request
-        done = len(request.tokens)
-        self.count = done
-        self.tokens = np.zeros(capacity, np.int32)
-        self.logprobs = np.zeros(capacity, np.float32)
-        self.versions = np.zeros(capacity, np.int32)
-        self.tokens[:done], self.logprobs[:done], self.versions[:done] = request.tokens, request.behaviour_logprobs, request.versions
-
-    @property
-    def length(self) -> int:
-        return len(self.request.prompt_tokens) + self.count
-
-    def whole(self) -> np.ndarray:
-        return np.concatenate([self.request.prompt_tokens, self.tokens[: self.count]])
-
-    def partial(self) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        n = self.count
-        return self.tokens[:n].copy(), self.logprobs[:n].copy(), self.versions[:n].copy()
+    sequences: list[Sequence]
+    version: int
+    chunk: Chunk
+    start: float
 
 
 class RolloutDriver:
@@ -88,11 +81,10 @@ class RolloutDriver:
     Args:
       engine: compiled programs; may be shared.
       update: the weights to begin with.
-      prefill_groups: distinct sequences prefilled in one program; long ones in more than one.
-      group_size: samples that may share one of them.
       seed: the run's seed.
       interruptible: take updates in mid-generation; False lets the running requests finish first, and starts none meanwhile.
-      kv_on_update: 'recompute' or 'keep' the cache of unfinished sequences.
+      kv_on_update: 'recompute' or 'keep' the pages of unfinished sequences.
+      share_prompts: the samples of a group share their prompt's pages.
       on_progress: called after every dispatch, in the driver's thread, under ``lock``.
       on_weights: called with the version once new weights are in use, likewise.
       lock: guards the records; share it with whoever takes consistent snapshots.
@@ -104,11 +96,10 @@ class RolloutDriver:
         engine: SamplerEngine,
         update: WeightUpdate,
         *,
-        prefill_groups: int,
-        group_size: int,
         seed: int,
         interruptible: bool = True,
         kv_on_update: str = "recompute",
+        share_prompts: bool = True,
         on_progress: Callable[[Progress], None] = lambda progress: None,
         on_weights: Callable[[int], None] = lambda version: None,
         lock: Any = None,
@@ -116,16 +107,15 @@ class RolloutDriver:
     ):
         engine.check_params(update.params)
         self.engine, self.seed, self.interruptible, self.kv_on_update = engine, seed, interruptible, kv_on_update
-        self._groups = (prefill_groups, group_size)
         self._on_progress, self._on_weights, self._trace = on_progress, on_weights, trace
         self._lock = lock or threading.RLock()
         self._wake = threading.Condition(self._lock)
         self._current = update
         self._pending: WeightUpdate | None = None
-        self._queue: collections.deque[GenerationRequest] = collections.deque()
-        self._slots: list[_Sequence | None] = [None] * engine.max_concurrent_decodes
-        self._cancelled: set[int] = set()
+        self.schedule = Scheduler(engine.max_concurrent_decodes, engine.pages, engine.page_size, share_prompts)
         self._state = engine.new_state()
+        self._on_the_way: collections.deque[_Dispatch] = collections.deque()
+        self._last_end = 0.0
         self.statistics = DriverStatistics()
 
     # From any thread.
@@ -139,7 +129,8 @@ class RolloutDriver:
         """Queues requests, first come first served.
 
         Raises:
-          ValueError: a request cannot fit the engine's longest sequence, or has no token left to generate.
+          ValueError: a request cannot fit the engine's longest sequence, has no token left to generate, brings a distribution to an engine that
+            has one of its own, or has the key of an unfinished one.
         """
         requests = list(requests)
         for request in requests:
@@ -154,8 +145,10 @@ class RolloutDriver:
                     f"request {request.key}: prompt of {len(request.prompt_tokens)} + max_new_tokens {request.max_new_tokens} must be "
                     f"1 to the engine's {self.engine.max_length} tokens; shorten the prompt or raise the engine's max_length"
                 )
+            if request.sampling is not None and not self.engine.per_request:
+                raise ValueError(f"request {request.key} brings {request.sampling}, and the engine samples all alike; make it with per_request=True")
         with self._wake:
-            self._queue.extend(requests)
+            self.schedule.submit(requests)
             self._wake.notify_all()
 
     def publish(self, update: WeightUpdate) -> None:
@@ -174,40 +167,37 @@ class RolloutDriver:
 
     def cancel(self, keys: Iterable[Key]) -> None:
         """Forgets requests; their records end here, and no callback follows."""
-        gone = set(keys)
         with self._wake:
-            self._queue = collections.deque(r for r in self._queue if r.key not in gone)
-            for slot, sequence in enumerate(self._slots):
-                if sequence is not None and sequence.request.key in gone:
-                    self._slots[slot] = None
-                    self._cancelled.add(slot)
+            self.schedule.cancel(set(keys))
 
     def partials(self) -> dict[Key, tuple[np.ndarray, np.ndarray, np.ndarray]]:
         """(tokens, behaviour log-probs, versions) so far of all requests, queued ones included."""
         with self._lock:
-            queued = {r.key: (r.tokens, r.behaviour_logprobs, r.versions) for r in self._queue}
-            return queued | {s.request.key: s.partial() for s in self._slots if s is not None}
+            queued = {r.key: (r.tokens, r.behaviour_logprobs, r.versions) for r in self.schedule.queue}
+            return queued | {key: s.partial() for key, s in self.schedule.running.items()}
 
     @property
     def unfinished(self) -> int:
         """Requests queued or in slots."""
         with self._lock:
-            return len(self._queue) + sum(s is not None for s in self._slots)
+            return len(self.schedule.queue) + len(self.schedule.running)
 
     # In the driver's thread.
 
     def run_once(self, wait_s: float = 0.05) -> bool:
-        """One round: update, admission, dispatch. Returns False after an idle wait of at most ``wait_s``."""
+        """One round: update, admission, prefill, dispatch. Returns False after an idle wait of at most ``wait_s``."""
         self._take_update()
-        self._admit()
-        if not any(self._slots):
+        with self._lock:
+            if self._pending is None or self.interruptible:
+                self.schedule.admit()
+        self._prefill()
+        if not self._dispatch() and not self._on_the_way:
             start = time.monotonic()
             with self._wake:
-                if self._pending is None and not self._queue:
+                if self._pending is None and not self.schedule.queue and not self.schedule.running:
                     self._wake.wait(wait_s)
             self.statistics.idle_s += time.monotonic() - start
             return False
-        self._dispatch()
         return True
 
     def run_until_done(self, deadline_s: float, stop_requested: Callable[[], bool] = lambda: False) -> None:
@@ -224,167 +214,159 @@ class RolloutDriver:
 
     def _take_update(self) -> None:
         with self._lock:
-            running = [(slot, s) for slot, s in enumerate(self._slots) if s is not None]
-            if self._pending is None or (running and not self.interruptible):
+            if self._pending is None or (self.schedule.running and not self.interruptible):
                 return
-            start = time.monotonic()
+        start = time.monotonic()
+        self._collect()
+        with self._lock:
+            assert self._pending is not None
             self._current, self._pending = self._pending, None
+            running = len(self.schedule.decoding())
             self.statistics.updates += 1
-            self.statistics.interrupts += len(running)
+            self.statistics.interrupts += running
+            self.schedule.outdate() if self.kv_on_update == "recompute" else self.schedule.part()
         begun = time.monotonic()
-        if self.kv_on_update == "recompute":
-            self._rebuild(running)
-        rebuilt = time.monotonic() - begun if running else 0.0
+        while self._fill(rebuild=True):
+            pass
+        if running:
+            jax.block_until_ready(self._state.keys)
         end = time.monotonic()
-        self.statistics.rebuild_s += rebuilt
+        self.statistics.rebuild_s += end - begun
         self.statistics.pause_s += end - start
-        self._trace("weight update", start, end, version=self._current.version, interrupted=len(running), rebuild_s=rebuilt)
+        self._trace("weight update", start, end, version=self._current.version, interrupted=running, rebuild_s=end - begun)
         with self._lock:
             self._on_weights(self._current.version)
 
-    def _rebuild(self, running: Sequence[tuple[int, _Sequence]]) -> None:
-        """Recomputes the cache of the running sequences under the new weights: each shard of the slots its own, the longest first."""
-        shards = self.engine.shards
-        own = len(self._slots) // shards
-        waiting = [sorted((item for item in running if item[0] // own == shard), key=lambda item: item[1].length) for shard in range(shards)]
-        while any(waiting):
-            width = self.engine.width(max(part[-1][1].length for part in waiting if part))
-            rows = self.engine.rebuild_rows(width)
-            sequences = np.full((rows, width), self.engine.model.pad_id, np.int32)
-            slots = np.full(rows, own, np.int32)
-            for row in range(rows):
-                part = waiting[row * shards // rows]
-                if part:
-                    slot, sequence = part.pop()
-                    sequences[row, : sequence.length] = sequence.whole()
-                    slots[row] = slot % own
-            self._state = self.engine.resize(self._state, max(self._state.length, self.engine.bucket(width)))
-            self._state = self.engine.rebuild(self._current.params, self._state, sequences, slots)
-        jax.block_until_ready(self._state.tokens)
-        self.statistics.prefill_tokens += sum(s.length for _, s in running)
-
-    def _admit(self) -> None:
-        """Puts queued requests into free slots, as many programs as needed."""
+    def _prefill(self) -> None:
+        """One program while sequences decode, else as many as it takes until some can."""
+        start, requests = time.monotonic(), 0
         while True:
+            more = self._fill()
             with self._lock:
-                if self._pending is not None and not self.interruptible:
-                    return
-                batch = self._next_entries()
-                if self._cancelled:
-                    marked = np.zeros(len(self._slots), bool)
-                    marked[list(self._cancelled)] = True
-                    self._cancelled.clear()
-                    self._state = self.engine.free_resource(self._state, marked)
-                current = self._current
-            if not batch:
-                return
-            start = time.monotonic()
-            sequences, insertion = self._entry_arrays(batch)
-            self._state = self.engine.resize(self._state, max(self._state.length, self.engine.bucket(sequences.shape[1])))
-            self._state = self.engine.enter(current.params, self._state, sequences, insertion, self.seed)
-            self._trace("prefill", start, time.monotonic(), requests=len(batch))
-
-    def _next_entries(self) -> list[tuple[int, _Sequence]]:
-        """Requests for one prefill program: so many, over so many distinct sequences, as ``SamplerEngine.enter_shape`` has at the longest one's width."""
-        free = [slot for slot, sequence in enumerate(self._slots) if sequence is None]
-        batch: list[tuple[int, _Sequence]] = []
-        rows: set[Any] = set()
-        longest = 0
-        while self._queue and len(batch) < len(free):
-            request = self._queue[0]
-            rows.add(request.group_id if not len(request.tokens) else request.key)
-            longest = max(longest, len(request.prompt_tokens) + len(request.tokens))
-            most_rows, most = self.engine.enter_shape(self.engine.width(longest), *self._groups)
-            if len(rows) > most_rows or len(batch) >= most:
+                entering = self.schedule.entering()
+                decoding = bool(self.schedule.decoding())
+            if entering:
+                requests += len(entering)
+                self._state = self.engine.enter(self._state, self._insertion(entering), self.seed)
+            if decoding or not more:
                 break
-            self._queue.popleft()
-            sequence = _Sequence(request, request.max_new_tokens)
-            slot = free[len(batch)]
-            self._slots[slot] = sequence
-            batch.append((slot, sequence))
-        return batch
+        if requests:
+            self._trace("prefill", start, time.monotonic(), requests=requests)
 
-    def _entry_arrays(self, batch: Sequence[tuple[int, _Sequence]]) -> tuple[np.ndarray, Insertion]:
-        width = self.engine.width(max(s.length for _, s in batch))
-        most_rows, entries = self.engine.enter_shape(width, *self._groups)
-        sequences = np.full((most_rows, width), self.engine.model.pad_id, np.int32)
-        columns = np.zeros((8, entries), np.int32)
-        columns[1] = len(self._slots)
-        rows: dict[Any, int] = {}
-        for i, (slot, s) in enumerate(batch):
-            whole = s.whole()
-            name = s.request.group_id if not len(s.request.tokens) else s.request.key
-            if name not in rows:
-                rows[name] = len(rows)
-                sequences[rows[name], : len(whole)] = whole
-                self.statistics.prefill_tokens += len(whole)
-            columns[:, i] = (rows[name], slot, whole[-1], len(whole) - 1, s.count, s.request.max_new_tokens, *s.request.key)
-        return sequences, Insertion(*columns)
-
-    def _dispatch(self) -> None:
+    def _fill(self, rebuild: bool = False) -> bool:
+        """Enqueues the next prefill program, if there is something to fill; with ``rebuild`` only until the decoding sequences are filled."""
         with self._lock:
-            current = self._current
-            lengths = [s.length for s in self._slots if s is not None]
-        if not lengths:  # all were cancelled since the look at the slots
-            return
-        room = min(self.engine.bucket(max(lengths) + self.engine.steps), self.engine.max_length)
-        self._state = self.engine.resize(self._state, room)
-        start = time.monotonic()
-        self._state, chunk = self.engine.generate_chunk(current.params, self._state)
-        tokens, logprobs, valid, live = chunk.unpack()
+            if rebuild and not self.schedule.rebuilding:
+                return False
+            pieces = self.schedule.pieces(self.engine.block_buckets[-1], BLOCK)
+            copies = self.schedule.copies()
+            blocks = self._blocks(pieces) if pieces else None
+            self.statistics.prefill_tokens += sum(len(piece.tokens) for piece in pieces)
+        if blocks is not None:
+            self._state = self.engine.prefill_blocks(self._current.params, self._state, blocks)
+        slots = self.engine.max_concurrent_decodes
+        for first in range(0, len(copies), slots):
+            pairs = np.zeros((2, slots), np.int32)
+            part = copies[first : first + slots]
+            pairs[:, : len(part)] = np.transpose(part)
+            self._state = self.engine.copy_pages(self._state, *pairs)
+        return bool(pieces or copies)
+
+    def _blocks(self, pieces: list[Piece]) -> Blocks:
+        blocks = self.engine.no_blocks(next(n for n in self.engine.block_buckets if n >= len(pieces)))
+        for row, piece in enumerate(sorted(pieces, key=lambda p: -(p.start + len(p.tokens)))):
+            blocks.tokens[row, : len(piece.tokens)] = piece.tokens
+            blocks.starts[row], blocks.counts[row] = piece.start, len(piece.tokens)
+            blocks.tables[row, : len(piece.pages)] = piece.pages
+        return blocks
+
+    def _insertion(self, entering: list[Sequence]) -> Insertion:
+        slots = self.engine.max_concurrent_decodes
+        whole, real = np.zeros((6, slots), np.int32), np.ones((2, slots), np.float32)
+        whole[0], streams = slots, np.zeros((slots, 2), np.uint32)
+        for i, s in enumerate(entering):
+            own = s.request.sampling or Sampling()
+            last = s.piece(s.length - 1, s.length)[0]
+            whole[:, i] = s.slot, last, s.length - 1, s.count, s.request.max_new_tokens, own.top_k
+            real[:, i] = own.temperature, own.top_p
+            streams[i] = s.request.stream if s.request.stream is not None else s.request.key
+        return Insertion(*whole[:5], streams, real[0], whole[5], real[1])
+
+    def _dispatch(self) -> bool:
+        """Enqueues the next decoding of all rows that can be decoded, then fetches the one before; False when there are none."""
+        with self._lock:
+            tokens = self.engine.steps * (len(self._on_the_way) + 1)
+            enough = self.schedule.grow(tokens, preempt=False)
+        if not enough:
+            self._collect()
+            with self._lock:
+                before = self.schedule.preemptions
+                self.schedule.grow(self.engine.steps, preempt=True)
+                self.statistics.preemptions += self.schedule.preemptions - before
+        with self._lock:
+            rows = self.schedule.decoding()
+            current, slots = self._current, self.engine.max_concurrent_decodes
+            waiting = bool(self.schedule.queue)
+            self.statistics.kv_pages_used = self.schedule.pool.held
+            if rows:
+                size = next(n for n in self.engine.row_buckets if n >= len(rows))
+                numbers, tables = np.full(size, slots, np.int32), np.zeros((size, self.engine.sequence_pages), np.int32)
+                for row, s in enumerate(rows):
+                    numbers[row] = s.slot
+                    tables[row, : len(s.pages)] = s.pages
+        if rows:
+            stop_below = len(rows) - max(1, slots // FINISHED_SHARE) + 1 if waiting else 1
+            start = time.monotonic()
+            self._state, chunk = self.engine.decode(current.params, self._state, numbers, tables, max(1, stop_below))
+            self._on_the_way.append(_Dispatch(rows, current.version, chunk, start))
+        self._collect(AHEAD if rows else 0)
+        return bool(rows)
+
+    def _collect(self, left: int = 0) -> None:
+        """Fetches dispatches until ``left`` are on their way."""
+        while len(self._on_the_way) > left:
+            self._take_in(self._on_the_way.popleft())
+
+    def _take_in(self, dispatch: _Dispatch) -> None:
+        decoded = dispatch.chunk.unpack()
         end = time.monotonic()
+        start = max(dispatch.start, self._last_end)
+        self._last_end = end
         finished: list[Trajectory] = []
         made: list[NewTokens] = []
         with self._lock:
-            for slot, sequence in enumerate(self._slots):
-                n = int(valid[slot])
-                if sequence is None or slot in self._cancelled:
+            for row, sequence in enumerate(dispatch.sequences):
+                n = int(decoded.valid[row])
+                if sequence.gone:
                     continue
-                at = slice(sequence.count, sequence.count + n)
-                sequence.tokens[at], sequence.logprobs[at], sequence.versions[at] = tokens[slot, :n], logprobs[slot, :n], current.version
-                sequence.count += n
                 if n:
-                    made.append(NewTokens(sequence.request.key, tokens[slot, :n], logprobs[slot, :n]))
-                if not live[slot]:
-                    finished.append(self._finish(sequence))
-                    self._slots[slot] = None
+                    sequence.add(decoded.tokens[row, :n], decoded.logprobs[row, :n], dispatch.version)
+                    self.schedule.advanced(sequence)
+                    more = (decoded.raw_logprobs, decoded.top_ids, decoded.top_logprobs)
+                    made.append(
+                        NewTokens(sequence.request.key, decoded.tokens[row, :n], decoded.logprobs[row, :n], *(None if x is None else x[row, :n] for x in more))
+                    )
+                if not decoded.live[row]:
+                    finished.append(sequence.trajectory(self.engine.model.eos_ids))
+                    self.schedule.leave(sequence)
             new_tokens = tuple((new.key, len(new.tokens)) for new in made)
             total = sum(n for _, n in new_tokens)
             self.statistics.generated_tokens += total
             self.statistics.dispatches += 1
             self.statistics.busy_s += end - start
             self.statistics.live_slot_steps += total
-            self.statistics.slot_steps += len(self._slots) * int(valid.max(initial=0))
-            self._trace("decode", start, end, version=current.version, tokens=total, slots=len(lengths))
-            self._on_progress(Progress(current.version, new_tokens, tuple(finished), tuple(made)))
-
-    def _finish(self, sequence: _Sequence) -> Trajectory:
-        tokens, logprobs, versions = sequence.partial()
-        request = sequence.request
-        return Trajectory(
-            group_id=request.group_id,
-            sample_index=request.sample_index,
-            prompt_tokens=request.prompt_tokens,
-            tokens=tokens,
-            behaviour_logprobs=logprobs,
-            versions=versions,
-            truncated=not len(tokens) or int(tokens[-1]) not in self.engine.model.eos_ids,
-        )
+            self.statistics.slot_steps += self.engine.max_concurrent_decodes * int(decoded.valid.max(initial=0))
+            self._trace("decode", start, end, version=dispatch.version, tokens=total, slots=len(dispatch.sequences))
+            self._on_progress(Progress(dispatch.version, new_tokens, tuple(finished), tuple(made)))
 
     def warm_up(self) -> None:
         """Compiles every program of the declared shapes, so that none is compiled later."""
-        params = self._current.params
-        for length in self.engine.buckets:
-            for width in (w for w in self.engine.widths if w <= length):
-                rows, entries = self.engine.enter_shape(width, *self._groups)
-                columns = np.zeros((8, entries), np.int32)
-                columns[1] = len(self._slots)
-                sequences = np.zeros((rows, width), np.int32)
-                state = self.engine.enter(params, self.engine.new_state(length), sequences, Insertion(*columns), self.seed)
-                if self.kv_on_update == "recompute":
-                    rows = self.engine.rebuild_rows(width)
-                    self.engine.rebuild(params, state, np.zeros((rows, width), np.int32), np.full(rows, len(self._slots), np.int32))
-            for other in self.engine.buckets:
-                self.engine.resize(self.engine.new_state(length), other)
-            state, _ = self.engine.generate_chunk(params, self.engine.new_state(length))
-            self.engine.free_resource(state, np.zeros(len(self._slots), bool))
+        params, slots = self._current.params, self.engine.max_concurrent_decodes
+        for count in self.engine.block_buckets:
+            self._state = self.engine.prefill_blocks(params, self._state, self.engine.no_blocks(count))
+        self._state = self.engine.copy_pages(self._state, *np.zeros((2, slots), np.int32))
+        self._state = self.engine.enter(self._state, self._insertion([]), self.seed)
+        for rows in self.engine.row_buckets:
+            tables = np.zeros((rows, self.engine.sequence_pages), np.int32)
+            self._state, chunk = self.engine.decode(params, self._state, np.full(rows, slots, np.int32), tables)
+            chunk.unpack()

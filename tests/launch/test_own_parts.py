@@ -22,7 +22,7 @@ def write_rows(path):
 def test_own_rows_failing_verifier_and_sharded_trainer(tmp_path, cache):
     """One check in ten raises: it counts as 0, is counted, and the run goes on (system-001); 2 + 2 devices, the trainer's parameters sharded."""
     workdir = tmp_path / "run"
-    data = (f"task.path={write_rows(tmp_path / 'pens.jsonl')}", "rollout.length_buckets=(96,)", "reward.verifier=launch_verifiers:fails_one_in_ten")
+    data = (f"task.path={write_rows(tmp_path / 'pens.jsonl')}", "rollout.page_size=8", "reward.verifier=launch_verifiers:fails_one_in_ten")
     devices = ("cluster.host_devices=4", "cluster.mesh.trainer=fsdp=2", "sft.steps=0", "eval.every_steps=0")
     printed, _ = run("train", workdir, cache, *data, *devices)
     assert "skipped 1 broken rows" in printed and "pens.jsonl:6" in printed

@@ -32,7 +32,7 @@ def decoded(model, params, prompt, new_tokens):
     engine = SamplerEngine(model, build_mesh(jax.devices()[:1]), slots=2, max_length=len(prompt) + new_tokens, steps=8, temperature=0.0)
     finished = []
     update = WeightUpdate(0, engine.load_params(params))
-    driver = RolloutDriver(engine, update, prefill_groups=1, group_size=1, seed=0, on_progress=lambda progress: finished.extend(progress.finished))
+    driver = RolloutDriver(engine, update, seed=0, on_progress=lambda progress: finished.extend(progress.finished))
     driver.submit([GenerationRequest(0, 0, np.asarray(prompt, np.int32), new_tokens)])
     driver.run_until_done(deadline_s=120.0)
     return finished[0].tokens.tolist()

@@ -45,7 +45,7 @@ def engine_of(model):
 
     @functools.cache
     def make(mesh=(1, 1, 1), model=model, **options):
-        options = {"slots": 4, "max_length": LENGTH, "buckets": (16,), "widths": (12,), "steps": 4, "temperature": 0.9} | options
+        options = {"slots": 4, "max_length": LENGTH, "page_size": 4, "prefill_chunk": 256, "steps": 4, "temperature": 0.9} | options
         axes = dict(zip(("data", "fsdp", "tensor"), mesh, strict=True))
         return SamplerEngine(model, build_mesh(jax.devices()[: int(np.prod(mesh))], **axes), **options)
 
@@ -66,8 +66,7 @@ def update_of(host_params):
 @pytest.fixture(scope="session")
 def driver_of(update_of):
     def make(engine, **options):
-        options = {"prefill_groups": 2, "group_size": 2, "seed": SEED} | options
-        return RolloutDriver(engine, update_of(engine), **options)
+        return RolloutDriver(engine, update_of(engine), **{"seed": SEED} | options)
 
     return make
 

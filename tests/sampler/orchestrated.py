@@ -61,7 +61,7 @@ async def main():
 orchestrated = asyncio.new_event_loop().run_until_complete(main())  # not closed: JetStream's threads may still call it
 
 finished = []
-ours = RolloutDriver(engine, WeightUpdate(0, params), prefill_groups=2, group_size=1, seed=0, on_progress=lambda p: finished.extend(p.finished))
+ours = RolloutDriver(engine, WeightUpdate(0, params), seed=0, on_progress=lambda p: finished.extend(p.finished))
 ours.submit(GenerationRequest(i, 0, prompt(i), limits[i]) for i in range(len(texts)))
 ours.run_until_done(100)
 wanted = {t.group_id: (t.tokens.tolist(), t.truncated) for t in finished}

@@ -10,7 +10,6 @@ from trajectories import same
 from areal_jax.cluster.meshes import build_mesh
 from areal_jax.models.forward import packed_logprobs
 from areal_jax.models.sharding import named_shardings, param_specs
-from areal_jax.sampler import caches
 from areal_jax.telemetry.compiles import CompileCounter
 from areal_jax.types import GenerationRequest, WeightUpdate
 from areal_jax.weights.push import WeightPusher
@@ -51,50 +50,21 @@ def test_tokens_do_not_depend_on_company_slot_or_order(engine_of, driver_of, run
     same(run(driver, requests[2:5], lambda n: driver.submit(arrivals.pop(n, []))), plain)
 
 
-@pytest.mark.parametrize("options", [{"steps": 1, "buckets": (), "widths": ()}, {"steps": 8, "buckets": (24,), "widths": (), "slots": 3}], ids=str)
+@pytest.mark.parametrize("options", [{"steps": 1}, {"steps": 8, "page_size": 5, "slots": 3}], ids=str)
 def test_tokens_do_not_depend_on_the_engines_shapes(engine_of, driver_of, run, requests, plain, options):
-    same(run(driver_of(engine_of(**options), prefill_groups=3, group_size=1), requests), plain)
-
-
-@pytest.mark.parametrize("mesh", [(1, 1, 1), (2, 1, 1)], ids=str)
-def test_admissions_divided_by_the_bound_on_a_program(engine_of, driver_of, run, requests, plain, update_of, monkeypatch, mesh):
-    """24 tokens: two short sequences or one long one in a program, copied into two slots or one at once."""
-    monkeypatch.setattr(caches, "PROGRAM_TOKENS", 24)
-    engine = engine_of(mesh=mesh, slots=6, buckets=())
-    assert [engine.enter_shape(width, 3, 4) for width in engine.widths] == [(2, 8), (1, 4)]
-    driver, entered, original = driver_of(engine, prefill_groups=3, group_size=4), [], engine.enter
-    monkeypatch.setattr(
-        engine, "enter", lambda p, s, sequences, insertion, seed: (entered.append(sequences.shape), original(p, s, sequences, insertion, seed))[1]
-    )
-    counter = CompileCounter()
-    driver.warm_up()
-    assert entered == [(2, 12), (1, 32)]
-    counter.mark_steady()
-    finished = run(driver, requests[:6], lambda n: driver.publish(update_of(engine, n + 1, seed=0)) if n == 1 else None)
-    assert counter.steady_state == 0, counter.recent
-    same(finished, {r.key: plain[r.key] for r in requests[:6]})
-    assert entered[2:4] == [(2, 12), (2, 12)], "three groups at once are one too many"
-    driver.submit(requests[:4])
-    for _ in range(3):
-        driver.run_once(0.0)
-    partials = driver.partials()
-    resumed = [dataclasses.replace(r, tokens=t, behaviour_logprobs=p, versions=v) for r in requests if r.key in partials for t, p, v in [partials[r.key]]]
-    entered.clear()
-    same(run(driver_of(engine, prefill_groups=3, group_size=4), resumed), {r.key: plain[r.key] for r in resumed})
-    assert entered == [(1, 32)] * len(resumed) and len(resumed) > 1, "long ones enter one by one"
-    counter.close()
+    same(run(driver_of(engine_of(**options)), requests), plain)
 
 
 @pytest.mark.parametrize("mesh", [(1, 1, 2), (2, 1, 2)], ids=str)
 def test_tokens_do_not_depend_on_the_mesh(engine_of, driver_of, run, requests, plain, update_of, mesh):
-    engine = engine_of(mesh=mesh, buckets=(), widths=())
+    engine = engine_of(mesh=mesh)
     driver = driver_of(engine)
     same(run(driver, requests, lambda n: driver.publish(update_of(engine, 1, seed=0)) if n == 2 else None), plain)
     assert len(driver._state.keys[0].sharding.device_set) == np.prod(mesh) and not driver._state.keys[0].is_fully_replicated
 
 
 def test_greedy_driver_takes_the_likeliest_tokens(engine_of, driver_of, run, requests, judge):
-    finished = run(driver_of(engine_of(temperature=0.0, buckets=(), widths=())), requests)
+    finished = run(driver_of(engine_of(temperature=0.0)), requests)
     for request in requests:
         judge(request, finished[request.key], temperature=0)
 
@@ -104,7 +74,7 @@ def test_greedy_driver_takes_the_likeliest_tokens(engine_of, driver_of, run, req
 
 def test_generation_stops_at_any_end_token_and_keeps_it(engine_of, driver_of, run, requests, plain, model):
     """system-025. The same requests under a model whose end token lies outside the vocabulary show where each should end."""
-    endless = run(driver_of(engine_of(model=dataclasses.replace(model, eos_ids=(model.vocab_size,)), buckets=(), widths=())), requests)
+    endless = run(driver_of(engine_of(model=dataclasses.replace(model, eos_ids=(model.vocab_size,)))), requests)
     ended_by = []
     for request in requests:
         whole, got = endless[request.key].tokens, plain[request.key]
@@ -134,9 +104,9 @@ def test_cancelled_requests_free_their_slots_and_call_nobody(engine_of, driver_o
 
     def cancel(n):
         if n == 1:
-            assert len([s for s in driver._slots if s]) == 4
+            assert len(driver.schedule.running) == 4
             driver.cancel([*gone, (999, 0)])
-            assert len([s for s in driver._slots if s]) == 2 and gone.isdisjoint(driver.partials())
+            assert len(driver.schedule.running) == 2 and gone.isdisjoint(driver.partials())
 
     finished = run(driver, requests, cancel)
     same(finished, {key: t for key, t in plain.items() if key not in gone})
@@ -147,27 +117,25 @@ def test_cancelled_requests_free_their_slots_and_call_nobody(engine_of, driver_o
 def test_cancel_in_the_middle_of_a_dispatch(engine_of, driver_of, run, requests, plain, monkeypatch):
     """The slot's tokens of that dispatch belong to nobody, also when the slot has a new request at once."""
     engine = engine_of()
-    driver, original, calls = driver_of(engine), engine.generate_chunk, []
+    driver, original, calls = driver_of(engine), engine.decode, []
 
-    def generate_chunk(params, state):
+    def decode(params, *rest):
         calls.append(0)
         if len(calls) == 2:
             driver.cancel([requests[1].key])
-        return original(params, state)
+        return original(params, *rest)
 
-    monkeypatch.setattr(engine, "generate_chunk", generate_chunk)
+    monkeypatch.setattr(engine, "decode", decode)
     same(run(driver, requests), {key: t for key, t in plain.items() if key != requests[1].key})
 
 
 def test_cancel_of_all_between_the_look_and_the_dispatch(engine_of, driver_of, run, requests, plain, monkeypatch):
     driver = driver_of(engine_of())
     original = driver._dispatch
-    monkeypatch.setattr(driver, "_dispatch", lambda: (driver.cancel(r.key for r in requests[:4]), original()))
+    monkeypatch.setattr(driver, "_dispatch", lambda: (driver.cancel(r.key for r in requests[:4]), original())[1])
     assert run(driver, requests[:4]) == {}
     monkeypatch.undo()
-    assert np.asarray(driver._state.live).sum() == 4
-    driver.run_once(0.0)
-    assert not np.asarray(driver._state.live).any(), "a cancelled slot must not go on"
+    assert driver.schedule.pool.held == 0
     same(run(driver, requests[:2]), {r.key: plain[r.key] for r in requests[:2]})
 
 
@@ -178,14 +146,14 @@ def test_partials_go_on_elsewhere(engine_of, driver_of, run, requests, plain, ju
     ended = []
     first._on_progress = lambda progress: ended.extend(progress.finished)
     first.submit(requests)
-    for _ in range(rounds):
+    for _ in range(rounds + 1):  # one dispatch is on its way
         first.run_once(0.0)
     partials = first.partials()
     done = {(t.group_id, t.sample_index): t for t in ended}
     assert partials.keys() | done.keys() == plain.keys() and not partials.keys() & done.keys()
     resumed = [dataclasses.replace(r, tokens=t, behaviour_logprobs=p, versions=v) for r in requests if r.key in partials for t, p, v in [partials[r.key]]]
     assert {len(r.tokens) for r in resumed} >= {0, 4 * rounds}
-    elsewhere = run(driver_of(engine_of(steps=1, buckets=(), widths=()), prefill_groups=3, group_size=1), resumed)
+    elsewhere = run(driver_of(engine_of(steps=1)), resumed)
     same(done | elsewhere, plain)
     for r in resumed:
         np.testing.assert_array_equal(elsewhere[r.key].behaviour_logprobs[: len(r.tokens)], r.behaviour_logprobs)

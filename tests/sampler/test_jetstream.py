@@ -18,7 +18,7 @@ from areal_jax.sampler.jetstream_tokenizer import JetStreamTokenizer
 
 @pytest.fixture(scope="module")
 def greedy(engine_of):
-    return engine_of(temperature=0.0, buckets=(), widths=())
+    return engine_of(temperature=0.0)
 
 
 def test_engine_is_jetstreams():

@@ -33,7 +33,7 @@ def params(mixture):
 @pytest.mark.parametrize("mesh", [(1, 1, 1), (2, 1, 2), (1, 2, 1)])
 def test_every_token_is_the_policys(mesh, mixture, params, engine_of, run, requests, judge):
     engine = engine_of(mesh=mesh, model=mixture)
-    trajectories = run(RolloutDriver(engine, WeightUpdate(0, engine.load_params(params)), prefill_groups=2, group_size=2, seed=SEED), requests[:6])
+    trajectories = run(RolloutDriver(engine, WeightUpdate(0, engine.load_params(params)), seed=SEED), requests[:6])
     forward = jax.jit(packed_logits, static_argnums=0)
     for request in requests[:6]:
         trajectory = trajectories[request.key]
