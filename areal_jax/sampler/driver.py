@@ -290,7 +290,8 @@ class RolloutDriver:
             whole[:, i] = s.slot, last, s.length - 1, s.count, s.request.max_new_tokens, own.top_k
             real[:, i] = own.temperature, own.top_p
             streams[i] = s.request.stream if s.request.stream is not None else s.request.key
-        return Insertion(*whole[:5], streams, real[0], whole[5], real[1])
+        slot, last_tokens, positions, counts, limits, top_k = whole
+        return Insertion(slot, last_tokens, positions, counts, limits, streams, real[0], top_k, real[1])
 
     def _dispatch(self) -> bool:
         """Enqueues the next decoding of all rows that can be decoded, then fetches the one before; False when there are none."""

@@ -102,13 +102,12 @@ class SamplerEngine(JetStreamMethods, jetstream.Engine):
         self._replicated = copy = NamedSharding(mesh, P())
         tensor = "tensor" if model.kv_heads % mesh.shape["tensor"] == 0 else None
         cache = (NamedSharding(mesh, P(tensor, None, None, None)),) * model.layers
-        self.state_shardings = state = DecodeState(cache, cache, *(copy,) * 9)
+        self.state_shardings = state = DecodeState(cache, cache, copy, copy, copy, copy, copy, copy, copy, copy, copy)
         self.cache_shardings = cache
         params = self.param_shardings
-        inside = {"donate_argnums": 1, "in_shardings": (params, state, copy, copy, copy)}
+        taken = (params, state, copy, copy, copy)
         self._decode = {
-            k: jax.jit(functools.partial(self._decode_body, steps=k), donate_argnums=1, in_shardings=(*inside["in_shardings"],), out_shardings=(state, copy))
-            for k in {1, steps}
+            k: jax.jit(functools.partial(self._decode_body, steps=k), donate_argnums=1, in_shardings=taken, out_shardings=(state, copy)) for k in {1, steps}
         }
         self._prefill = jax.jit(self._prefill_body, donate_argnums=1, in_shardings=(params, state, copy), out_shardings=state)
         self._new = jax.jit(lambda: jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), self.abstract_state()), out_shardings=state)
@@ -132,8 +131,19 @@ class SamplerEngine(JetStreamMethods, jetstream.Engine):
 
         cache = (jax.ShapeDtypeStruct((m.kv_heads, self.pages, self.page_size, m.head_dim), jnp.dtype(m.dtype)),) * m.layers
         whole, real = jnp.int32, jnp.float32
-        vectors = (*(array(whole) for _ in range(4)), array(jnp.bool_), array(jnp.uint32, 2), array(real), array(whole), array(real))
-        state = DecodeState(cache, cache, *vectors)
+        state = DecodeState(
+            keys=cache,
+            values=cache,
+            tokens=array(whole),
+            positions=array(whole),
+            counts=array(whole),
+            limits=array(whole),
+            live=array(jnp.bool_),
+            request_keys=array(jnp.uint32, 2),
+            temperature=array(real),
+            top_k=array(whole),
+            top_p=array(real),
+        )
         return jax.tree.map(lambda leaf, sharding: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding), state, self.state_shardings)
 
     def abstract_params(self) -> Any:

@@ -15,7 +15,7 @@ import numpy as np
 from areal_jax.models.architecture import ModelConfig
 from areal_jax.sampler import jetstream
 from areal_jax.sampler.sampling import request_keys
-from areal_jax.sampler.state import Blocks, DecodeState, Prefix
+from areal_jax.sampler.state import DecodeState, Prefix
 
 
 class JetStreamMethods:
