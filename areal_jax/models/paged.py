@@ -3,6 +3,7 @@
 Invariants:
 * Pages are [kv_heads, pages, page_size, head_dim]; a sequence's position p stands in page ``table[p // page_size]`` at p % page_size.
 * The keys and values of the queries themselves stand in the pages already; a query sees the positions up to its own, and nothing else of a page.
+* Pages are finite everywhere, also where nothing was written yet: what is not seen takes part with weight 0. Page 0 exists and is no sequence's.
 * The work is that of the longest sequence of a few neighbouring rows, whatever the width of the tables: rows ordered by length cost what they hold.
 * A row's result depends on its own queries and pages alone, to the last bit: blocks of keys beyond its end change nothing.
 * Scores and softmax are float32.
@@ -24,10 +25,11 @@ from areal_jax.models.axes import divided, fitting, logical_to_mesh, platform_of
 from areal_jax.models.blockwise import MASKED
 from areal_jax.models.layers import precision
 
-ROWS = 8
-"""Sequences whose keys are visited together."""
-KEYS = 64
-"""Keys of a sequence that are visited together, at least."""
+TOGETHER = {"cpu": (8, 64)}
+"""Of a platform the sequences whose keys are visited together, at most, and the keys of each, at least. On the CPU as measured: what its second
+cache holds, and few keys beyond a row's end."""
+ELSEWHERE = (64, 512)
+"""Of accelerators, where each step of a loop costs launches; not measured."""
 
 
 def paged_attention(
@@ -61,7 +63,7 @@ def paged_attention(
     if backend == "kernel" and query.shape[1] == 1 and reason:
         raise ConfigError(f"'kernel' needs a kernel that decodes over pages: {reason}; take 'auto'")
     kernel = backend in ("kernel", "auto") and query.shape[1] == 1 and not reason
-    attend: Any = functools.partial(_decode, platform) if kernel else plain_paged_attention
+    attend: Any = functools.partial(_decode if kernel else _plain, platform)
     if mesh is None or not divided(mesh):
         return attend(query, key_pages, value_pages, tables, starts)
     pages = fitting(mesh, logical_to_mesh("kv_heads"), key_pages.shape)
@@ -74,15 +76,18 @@ def _decode(platform: str, query: jax.Array, *arrays: jax.Array) -> jax.Array:
     return paged_kernels.decode(platform, query[:, 0], *arrays)[:, None]
 
 
-def plain_paged_attention(query: jax.Array, key_pages: jax.Array, value_pages: jax.Array, tables: jax.Array, starts: jax.Array) -> jax.Array:
-    """``paged_attention`` in plain XLA, on one device."""
+def _plain(platform: str, query: jax.Array, key_pages: jax.Array, value_pages: jax.Array, tables: jax.Array, starts: jax.Array) -> jax.Array:
+    most_rows, least_keys = TOGETHER.get(platform, ELSEWHERE)
     rows, queries, heads, head_dim = query.shape
     kv_heads, _, page_size, _ = key_pages.shape
-    together = max(1, KEYS // page_size)
-    size = next(n for n in range(min(ROWS, rows), 0, -1) if rows % n == 0)
+    together = max(1, least_keys // page_size)
+    count = -(-rows // most_rows)
+    size = -(-rows // count)
     group = heads // kv_heads
-    tables = jnp.pad(tables, ((0, 0), (0, -tables.shape[1] % together)))
-    folded = query.reshape(rows, queries, kv_heads, group, head_dim).transpose(2, 0, 3, 1, 4).reshape(kv_heads, rows // size, size, group * queries, head_dim)
+    more = (0, count * size - rows)  # rows that see page 0 alone
+    tables, starts = jnp.pad(tables, (more, (0, -tables.shape[1] % together))), jnp.pad(starts, more)
+    folded = jnp.pad(query, (more, (0, 0), (0, 0), (0, 0))).reshape(count, size, queries, kv_heads, group, head_dim)
+    folded = folded.transpose(0, 3, 1, 4, 2, 5).reshape(count, kv_heads, size, group * queries, head_dim)
     exact = precision(query.dtype)
 
     def attend(block: tuple[jax.Array, jax.Array, jax.Array]) -> jax.Array:
@@ -107,10 +112,10 @@ def plain_paged_attention(query: jax.Array, key_pages: jax.Array, value_pages: j
         _, mass, mixed = jax.lax.fori_loop(0, last + 1, visit, carry)
         return (mixed / mass[..., None]).astype(query.dtype)
 
-    blocks = (folded.swapaxes(0, 1), tables.reshape(rows // size, size, -1), starts.reshape(rows // size, size))
-    mixed = attend(jax.tree.map(lambda x: x[0], blocks))[None] if rows == size else jax.lax.map(attend, blocks)
-    mixed = mixed.reshape(rows // size, kv_heads, size, group, queries, head_dim).transpose(0, 2, 4, 1, 3, 5)
-    return mixed.reshape(rows, queries, heads, head_dim)
+    blocks = (folded, tables.reshape(count, size, -1), starts.reshape(count, size))
+    mixed = attend(jax.tree.map(lambda x: x[0], blocks))[None] if count == 1 else jax.lax.map(attend, blocks)
+    mixed = mixed.reshape(count, kv_heads, size, group, queries, head_dim).transpose(0, 2, 4, 1, 3, 5)
+    return mixed.reshape(count * size, queries, heads, head_dim)[:rows]
 
 
 def write_pages(pages: jax.Array, new: jax.Array, tables: jax.Array, starts: jax.Array, counts: jax.Array) -> jax.Array:
