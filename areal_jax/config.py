@@ -196,6 +196,18 @@ def _rules(c: Config) -> Iterator[tuple[bool, str]]:
         r.max_staleness is None and r.on_overdue != "wait",
         f"'rollout.on_overdue={r.on_overdue}' needs a bound, but 'rollout.max_staleness' is None; set a bound or 'rollout.on_overdue=wait'",
     )
+    for key, fits, wanted in (
+        ("max_staleness", r.max_staleness is not None, "a number, as the parameters of so many versions are kept"),
+        ("on_overdue", r.on_overdue != "keep", "wait or drop, as versions older than 'rollout.max_staleness' are not kept"),
+        ("kv_on_update", r.kv_on_update == "recompute", "recompute, as a token sampled from a cache of older versions is of no one version"),
+        ("top_k", r.top_k == 0, "0, as the whole distribution is scored"),
+        ("top_p", r.top_p == 1.0, "1.0, as the whole distribution is scored"),
+    ):
+        yield (
+            r.exact_logprobs and not fits,
+            f"'rollout.exact_logprobs' scores tokens under the version that sampled them, so 'rollout.{key}' must be {wanted}; got {r[key]}; "
+            "change it, or set rollout.exact_logprobs=False",
+        )
     yield "{question}" not in c.task.prompt_template, f"'task.prompt_template' must hold {{question}}; got '{c.task.prompt_template}'"
     for key, wanted in (
         ("chat=on", c.task.chat == "on"),

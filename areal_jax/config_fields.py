@@ -117,6 +117,10 @@ FIELDS: dict[str, Any] = {
             example=("\n",),
         ),
         "temperature": F(1.0, "sampling temperature", above=0.0),
+        "exact_logprobs": F(
+            False,
+            "π_behav from the trainer's program under each token's version: engine gap 0; keeps η copies of what is trained, also in checkpoints",
+        ),
         "top_p": F(
             1.0,
             "nucleus; the trainer scores the whole distribution: π_prox/π_behav corrects for the cut, the engine gap shows it",

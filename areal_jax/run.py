@@ -190,9 +190,9 @@ class Run:
             files.metrics.rewind(-1)
             self.controller = Controller(**constructor)
             return None
-        state, meta = files.checkpoints.restore(step, self.trainer.abstract_state())
+        state, meta = files.checkpoints.restore(step, self.trainer.abstract_saved(step))
         self.trainer.check_base(meta)
-        self.trainer.load_state(state)
+        self.trainer.load_saved(state)
         files.journal.rewind(meta["journal"])
         files.metrics.rewind(step)
         self.prompts.set_state(meta["prompts"])
@@ -208,7 +208,7 @@ class Run:
     def _save(self, version: int, snapshot: Mapping[str, Any]) -> None:
         self.files.journal.sync()
         self.files.metrics.sync()
-        self.files.checkpoints.save(version, self.trainer.state, {**snapshot, "base": self.trainer.base})
+        self.files.checkpoints.save(version, self.trainer.saved(), {**snapshot, "base": self.trainer.base})
 
     def _on_result(self, result: Any) -> None:
         (self.evaluator if result.key[0] == EVALUATION else self.rollout).on_result(result)

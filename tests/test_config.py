@@ -231,6 +231,16 @@ def test_group_of_one_has_no_baseline(name):
         ),
         (["algorithm.loss=ppo", "algorithm.importance_weight_cap=5.0"], ("'algorithm.importance_weight_cap'", "5.0", "decoupled_ppo"), ["algorithm.loss=ppo"]),
         (["rollout.max_staleness=None", "rollout.on_overdue=drop"], ("'rollout.on_overdue=drop'", "bound"), ["rollout.max_staleness=None"]),
+        *(
+            (["rollout.exact_logprobs=yes", f"rollout.{key}={value}"], (f"'rollout.{key}'", rule, f"got {value}", "rollout.exact_logprobs=False"), remedy)
+            for key, value, rule, remedy in (
+                ("max_staleness", "None", "a number", ["rollout.exact_logprobs=yes", "rollout.max_staleness=0"]),
+                ("on_overdue", "keep", "wait or drop", ["rollout.exact_logprobs=yes", "rollout.on_overdue=drop"]),
+                ("kv_on_update", "keep", "recompute", ["rollout.exact_logprobs=yes", "rollout.kv_on_update=recompute"]),
+                ("top_k", "5", "must be 0", ["rollout.exact_logprobs=False", "rollout.top_k=5"]),
+                ("top_p", "0.9", "must be 1.0", ["rollout.exact_logprobs=yes", "rollout.top_p=1"]),
+            )
+        ),
         (["task.prompt_template=Solve this."], ("'task.prompt_template'", "{question}"), ["task.prompt_template=Solve: {question}"]),
         (["task.chat=on"], ("'task.chat=on'", "'model.path'"), ["task.chat=on", f"model.path={ROOT}"]),
         (["task.system_prompt=Be brief."], ("'task.system_prompt'", "'model.path'"), ["task.system_prompt=Be brief.", f"model.path={ROOT}"]),

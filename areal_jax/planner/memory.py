@@ -21,9 +21,10 @@ from areal_jax.planner.counts import batch_of, item, kv_bytes_per_token, kv_part
 from areal_jax.planner.hardware import Chip
 from areal_jax.planner.setup import Axes, Setup, shard_bytes, sharded_params, train_state
 from areal_jax.sampler.caches import together
+from areal_jax.trainer.versions import earlier_versions
 
 MICRO_BATCH_ARRAYS = 9
-"""Of 4 bytes a position: a micro-batch's eight, and the proximal log-probs."""
+"""Of 4 bytes a position: a micro-batch's eight, and the proximal log-probs; with ``rollout.exact_logprobs`` also what the sampler said."""
 
 UPDATE = 3
 """Trees of gradients' size that the update holds beside the state: the mean gradient and what AdamW makes of it."""
@@ -52,18 +53,24 @@ def trainer_memory(setup: Setup) -> Memory:
     staying = {
         "parameters": params,
         **({"frozen parameters": shard_bytes(frozen)} if setup.model.lora else {}),
+        **({f"parameters of {earlier} earlier versions": earlier * params} if (earlier := earlier_versions(setup.config)) else {}),
         "optimizer": shard_bytes(state.opt_state),
         "gradients": shard_bytes(state.params, "float32"),
-        "batch": batch_of(setup).positions // (setup.trainer.shards * setup.trainer.context) * 4 * MICRO_BATCH_ARRAYS,
+        "batch": batch_of(setup).positions // (setup.trainer.shards * setup.trainer.context) * 4 * batch_arrays(setup),
     }
     working, update = activation_parts(setup), UPDATE * staying["gradients"]
     return Memory(staying, working if sum(working.values()) >= update else {"mean gradient and AdamW's direction": update})
 
 
+def batch_arrays(setup: Setup) -> int:
+    """Arrays of 4 bytes a position that a micro-batch consists of."""
+    return MICRO_BATCH_ARRAYS + setup.config.rollout.exact_logprobs
+
+
 def accumulate_bytes(setup: Setup, widened: bool | None = None) -> int:
     """What the program that accumulates one micro-batch's gradient holds: its arguments, results and working memory (``widened``: see ``activations``)."""
     staying = trainer_memory(setup).staying
-    batch = setup.local_tokens * 4 * MICRO_BATCH_ARRAYS
+    batch = setup.local_tokens * 4 * batch_arrays(setup)
     return staying["parameters"] + staying.get("frozen parameters", 0) + staying["gradients"] + batch + sum(activation_parts(setup, widened).values())
 
 

@@ -5,11 +5,15 @@ Invariants:
 * A minibatch's gradient is the mean over all its generated tokens, however they were packed, ordered or sharded.
 * All programs are compiled when the trainer is made; a step compiles nothing.
 * A step reads the device once, at its end.
+* With ``rollout.exact_logprobs`` the sampler's log-probs are only compared: π_prox and π_behav of a micro-batch come from one program, under the
+  versions concerned, so on tokens of the trainer's own version they are equal to the bit. The sampler's weights may be a cast (``model.sampler_dtype``);
+  a version's policy is then what the trainer's weights of that version say.
 """
 
 from __future__ import annotations
 
 import concurrent.futures
+import dataclasses
 import math
 import os
 import time
@@ -23,9 +27,10 @@ from jax.sharding import Mesh
 
 from areal_jax.models.architecture import ModelConfig
 from areal_jax.trainer.build import build_batch
-from areal_jax.trainer.packing import PackedBatch, row_counts
+from areal_jax.trainer.packing import MicroBatch, PackedBatch, row_counts
 from areal_jax.trainer.programs import train_programs
-from areal_jax.trainer.step import NonFiniteError, StateHolder
+from areal_jax.trainer.step import NonFiniteError, StateHolder, TrainState
+from areal_jax.trainer.versions import EarlierVersions, earlier_versions, versions_in
 from areal_jax.types import TrainingBatch
 
 
@@ -69,7 +74,7 @@ class Trainer(StateHolder):
           Metrics of the step by name, the batch's own included; None where nothing could be measured.
 
         Raises:
-          ValueError: the batch is for another version.
+          ValueError: the batch is for another version, or holds tokens of one whose parameters are not kept.
           NonFiniteError: ``trainer.max_nonfinite_updates`` updates in a row were skipped; parameters are those before them.
         """
         if packed.step != self.version:
@@ -79,16 +84,17 @@ class Trainer(StateHolder):
         rate = learning_rate(self.config.trainer, self.version)
         device_rate = jax.device_put(np.float32(rate), self.placement.scalar)
         minibatches = [[jax.device_put(micro, self.placement.rows) for micro in minibatch] for minibatch in packed.minibatches]
-        # The first minibatch needs no pass of its own for π_prox: its policy is the proximal one until the first update.
+        minibatches, sampled, centres, rescoring = self._rescored(packed, minibatches)
+        # Where no token is older, the first minibatch needs no pass of its own for π_prox: its policy is the proximal one until the first update.
         proximal = [[self._proximal[m.tokens.shape[0]](self.state.params, self.frozen, m) for m in minibatch] for minibatch in minibatches[1:]]
-        proximal.insert(0, [m.behaviour_logprobs for m in minibatches[0]])
+        proximal.insert(0, [m.behaviour_logprobs if c is None else c for m, c in zip(minibatches[0], centres, strict=True)])
         statistics, norms, applied = self._no_statistics(), [], []
         for index, minibatch in enumerate(minibatches):
             gradients = self._no_gradients()
-            fresh = self._true if index == 0 else self._false
-            for micro, centre in zip(minibatch, proximal[index], strict=True):
+            fresh = [self._true if index == 0 and centres[k] is None else self._false for k in range(len(minibatch))]
+            for micro, centre, own, said in zip(minibatch, proximal[index], fresh, sampled[index], strict=True):
                 gradients, statistics = self._accumulate[micro.tokens.shape[0]](
-                    self.state.params, self.frozen, gradients, statistics, micro, centre, fresh, version
+                    self.state.params, self.frozen, gradients, statistics, micro, centre, own, version, said
                 )
             tokens = jax.device_put(np.float32(max(1, packed.tokens[index])), self.placement.scalar)
             self.state, norm, finite = self._apply(self.state, gradients, tokens, device_rate, version)
@@ -103,10 +109,64 @@ class Trainer(StateHolder):
             "learning_rate": rate,
             "update/skipped_nonfinite": float(len(applied) - sum(applied)),
             "time/train": time.perf_counter() - started,
+            **rescoring,
         }
         if skipped >= self.config.trainer.max_nonfinite_updates:
             raise NonFiniteError(self._diagnosis(int(skipped), metrics))
         return metrics
+
+    def _rescored(
+        self, packed: PackedBatch, minibatches: list[list[MicroBatch]]
+    ) -> tuple[list[list[MicroBatch]], list[list[Any]], list[Any], dict[str, float]]:
+        """Scores tokens of earlier versions anew, and keeps this version's parameters for later steps.
+
+        Returns:
+          (micro-batches with those log-probs, what the sampler said of each micro-batch's tokens, π_prox of the first minibatch's micro-batches
+          where an older token needs it from the same program, metrics); the batch as it is, Nones and no metrics where nothing is rescored.
+        """
+        if not self.config.rollout.exact_logprobs:
+            return minibatches, [[None] * len(minibatch) for minibatch in minibatches], [None] * len(minibatches[0]), {}
+        sampled = [[m.behaviour_logprobs for m in minibatch] for minibatch in minibatches]
+        occurring = [[versions_in(m) for m in minibatch] for minibatch in packed.minibatches]
+        self.earlier.check(set().union(*(versions for part in occurring for versions in part)), self.version)
+        older = [[versions - {self.version} for versions in part] for part in occurring]
+        jax.block_until_ready(minibatches)
+        started = time.perf_counter()
+        rescored = [
+            [dataclasses.replace(m, behaviour_logprobs=self.earlier.logprobs(m, versions, self.frozen)) for m, versions in zip(part, among, strict=True)]
+            for part, among in zip(minibatches, older, strict=True)
+        ]
+        centres = [
+            self._proximal[m.tokens.shape[0]](self.state.params, self.frozen, m) if versions else None
+            for m, versions in zip(minibatches[0], older[0], strict=True)
+        ]
+        jax.block_until_ready((rescored, centres))  # so that its time is known, and that what is dropped now is free before the copy
+        self.earlier.keep(self.version, self.state.params)
+        jax.block_until_ready(self.earlier.params)
+        return rescored, sampled, centres, {"time/rescore": time.perf_counter() - started}
+
+    def load_state(self, state: TrainState) -> None:
+        """Goes on from a restored state, without the parameters of earlier versions."""
+        super().load_state(state)
+        self.earlier.params = {}
+
+    def saved(self) -> Any:
+        """All that a checkpoint must hold of the trainer for the run to go on exactly."""
+        if not self.config.rollout.exact_logprobs:
+            return self.state
+        return {"state": self.state, **{name: self.earlier.params[v] for name, v in self.earlier.names(self.version).items()}}
+
+    def abstract_saved(self, version: int) -> Any:
+        """Shapes, types and shardings of ``saved`` at a version."""
+        state = self.abstract_state()
+        return {"state": state, **dict.fromkeys(self.earlier.names(version), state.params)} if self.config.rollout.exact_logprobs else state
+
+    def load_saved(self, saved: Any) -> None:
+        """Goes on from what ``saved`` gave."""
+        if not self.config.rollout.exact_logprobs:
+            return self.load_state(saved)
+        self.load_state(saved["state"])
+        self.earlier.params = {v: jax.device_put(saved[name], self.placement.state.params) for name, v in self.earlier.names(self.version).items()}
 
     def _diagnosis(self, skipped: int, metrics: Mapping[str, float | None]) -> str:
         finite = all(jax.device_get(jax.tree.leaves(jax.tree.map(lambda leaf: jnp.isfinite(leaf).all(), self.state.params))))
@@ -126,6 +186,7 @@ class Trainer(StateHolder):
         self._no_gradients, self._no_statistics, self._apply = compiled["gradients"], compiled["statistics"], compiled["apply"]
         self._proximal = {rows: compiled["proximal", rows] for rows in self.counts if ("proximal", rows) in compiled}
         self._accumulate = {rows: compiled["accumulate", rows] for rows in self.counts}
+        self.earlier = EarlierVersions(earlier_versions(self.config), here, compiled)
 
 
 def step_metrics(sums: Mapping[str, Any], trained: int) -> dict[str, float | None]:
@@ -148,6 +209,8 @@ def step_metrics(sums: Mapping[str, Any], trained: int) -> dict[str, float | Non
         "importance_weight/capped_fraction": s["capped"] / tokens,
         "engine_gap/mean": mean("engine_gap", "engine_tokens"),
         "engine_gap/max": s["engine_gap_max"] if s["engine_tokens"] else None,
+        "engine_gap/rescored_mean": mean("rescored_gap", "rescored_tokens"),
+        "engine_gap/rescored_max": s["rescored_gap_max"] if s["rescored_tokens"] else None,
         "staleness_gap/mean": mean("staleness_gap", "stale_tokens"),
         "mismatch_kl/engine": mean("engine_kl", "engine_tokens"),
         "mismatch_kl/staleness": mean("staleness_kl", "stale_tokens"),

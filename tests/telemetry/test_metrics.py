@@ -16,7 +16,7 @@ step version time stage
 reward/mean reward/std reward/correct_fraction reward/zero_std_groups reward/latency_p50_s reward/latency_p99_s reward/timeouts reward/errors
 staleness/mean staleness/p95 staleness/max staleness/generating_mean staleness/buffered_mean staleness/coverage trajectory_spans/mean trajectory_spans/max
 importance_weight/mean importance_weight/max importance_weight/ess importance_weight/capped_fraction engine_gap/mean engine_gap/max staleness_gap/mean
-mismatch_kl/engine mismatch_kl/staleness
+mismatch_kl/engine mismatch_kl/staleness engine_gap/rescored_mean engine_gap/rescored_max time/rescore
 loss/policy loss/kl loss/value entropy approx_kl clip_ratio/low clip_ratio/high grad_norm learning_rate update/skipped_nonfinite advantage/mean advantage/std
 response_length/mean response_length/p50 response_length/p90 response_length/max truncated_ratio prompt_length/mean
 tokens_per_second/generated tokens_per_second/trained tokens_per_second/prefill time/step time/train time/wait_for_batch time/wait_for_due
