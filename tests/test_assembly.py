@@ -45,8 +45,8 @@ def test_setting_of_attention_reaches_the_sampler():
     config, tokenizer = config_of(), embedded_tokenizer()
     config.model.attention = "kernel"
     engine = make_engine(config, make_policy(config, tokenizer)[0], make_meshes(config), tokenizer, 48)
-    with pytest.raises(ConfigError, match="attention"):
-        engine.lower_rebuild(48, 48)
+    with pytest.raises(ConfigError, match="model.attention=kernel"):
+        engine.lower_decode()
 
 
 def test_a_stop_text_of_two_tokens_is_refused_before_the_problems_are_made():

@@ -61,7 +61,7 @@ def paged_attention(
     platform = platform_of(mesh)
     reason = paged_kernels.obstacle(platform, query.shape, key_pages.shape[2], tables.shape, query.dtype)
     if backend == "kernel" and query.shape[1] == 1 and reason:
-        raise ConfigError(f"'kernel' needs a kernel that decodes over pages: {reason}; take 'auto'")
+        raise ConfigError(f"'model.attention=kernel' needs a kernel that decodes over pages: {reason}; set model.attention=auto")
     kernel = backend in ("kernel", "auto") and query.shape[1] == 1 and not reason
     attend: Any = functools.partial(_decode if kernel else _plain, platform)
     if mesh is None or not divided(mesh):

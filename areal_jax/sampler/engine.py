@@ -58,6 +58,7 @@ class SamplerEngine(JetStreamMethods, jetstream.Engine):
       seed: the run's seed, for requests that come through JetStream's own interface.
       tokenizer: a ``models.tokenizer.Tokenizer``, for JetStream's own interface; may be None.
       dtype: type of the parameters on the sampler.
+      attention: backend of decoding, as for ``paged_attention``.
 
     Raises:
       ValueError: the pages cannot hold one sequence of ``max_length``, or the chunk is no multiple of ``BLOCK``.
@@ -82,9 +83,10 @@ class SamplerEngine(JetStreamMethods, jetstream.Engine):
         seed: int = 0,
         tokenizer: Any = None,
         dtype: str = "float32",
+        attention: str = "auto",
     ):
         self.model, self._mesh, self.steps, self.seed, self._tokenizer = model, mesh, steps, seed, tokenizer
-        self._slots, self.max_length, self.page_size = slots, max_length, page_size
+        self._slots, self.max_length, self.page_size, self._attention = slots, max_length, page_size, attention
         self.sequence_pages = -(-max_length // page_size)
         self.pages = pages or slots * self.sequence_pages + 1
         if self.pages <= self.sequence_pages + 1:
@@ -232,7 +234,7 @@ class SamplerEngine(JetStreamMethods, jetstream.Engine):
         def attend(layer: int, query: jax.Array, key: jax.Array, value: jax.Array) -> jax.Array:
             keys[layer] = write_pages(keys[layer], key, tables, starts, counts)
             values[layer] = write_pages(values[layer], value, tables, starts, counts)
-            return paged_attention(query, keys[layer], values[layer], tables, starts)
+            return paged_attention(query, keys[layer], values[layer], tables, starts, self._attention, self._mesh)
 
         positions = starts[:, None] + jnp.arange(tokens.shape[1], dtype=jnp.int32)
         return policy.hidden(tokens, positions, attend, self._mesh)

@@ -23,4 +23,5 @@ def engine_settings(config: Any, temperature: float | None = None) -> dict[str, 
         "top_k": r.top_k if rollout else 0,
         "top_p": r.top_p if rollout else 1.0,
         "dtype": config.model.sampler_dtype,
+        "attention": config.model.attention,
     }
