@@ -8,11 +8,13 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import pathlib
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 from jax.sharding import Mesh
 
 from areal_jax.cluster.meshes import Meshes, make_meshes, set_host_devices
@@ -25,12 +27,13 @@ from areal_jax.models.architecture import ModelConfig, adapted, new_model
 from areal_jax.models.checkpoint import check_vocabulary, load_policy
 from areal_jax.models.config_json import read_model
 from areal_jax.models.export import export_policy
-from areal_jax.models.policy import init_params
-from areal_jax.models.sharding import param_specs
+from areal_jax.models.policy import init_params, param_shapes
+from areal_jax.models.sharding import named_shardings, param_specs
 from areal_jax.models.tokenizer import Tokenizer, embedded_tokenizer, load_tokenizer
 from areal_jax.rewards.service import RewardService
 from areal_jax.sampler.driver import RolloutDriver
 from areal_jax.sampler.engine import SamplerEngine
+from areal_jax.sampler.replicas import Replicas, part_of, replica_meshes
 from areal_jax.sampler.settings import engine_settings
 from areal_jax.types import WeightUpdate
 from areal_jax.weights.adapters import AdapterPusher
@@ -133,30 +136,58 @@ def save_policy(config: Config, directory: pathlib.Path, model: ModelConfig, par
     export_policy(directory, model, params, tokenizer, source=config.model.path or None, dtype=config.checkpoint.export_dtype)
 
 
-def make_engine(config: Config, model: ModelConfig, meshes: Meshes, tokenizer: Tokenizer, longest: int, *, temperature: float | None = None) -> SamplerEngine:
-    """The sampler's programs; with ``temperature`` those of evaluation: the whole distribution at that temperature."""
-    return SamplerEngine(
-        dataclasses.replace(model, eos_ids=tuple(dict.fromkeys((*model.eos_ids, *stop_ids(config, tokenizer))))),
-        meshes.sampler,
-        slots=config.rollout.slots,
-        max_length=longest,
-        seed=config.seed,
-        tokenizer=tokenizer,
-        **engine_settings(config, temperature),
-    )
+def make_engines(
+    config: Config, model: ModelConfig, meshes: Meshes, tokenizer: Tokenizer, longest: int, *, temperature: float | None = None
+) -> list[SamplerEngine]:
+    """The sampler's programs, one engine for each place of its data axis; with ``temperature`` those of evaluation: the whole distribution at that."""
+    parts = replica_meshes(meshes.sampler)
+    try:
+        return [
+            SamplerEngine(
+                dataclasses.replace(model, eos_ids=tuple(dict.fromkeys((*model.eos_ids, *stop_ids(config, tokenizer))))),
+                mesh,
+                slots=config.rollout.slots // len(parts),
+                max_length=longest,
+                seed=config.seed,
+                tokenizer=tokenizer,
+                **engine_settings(config, temperature),
+            )
+            for mesh in parts
+        ]
+    except ValueError as error:
+        raise ConfigError(f"'rollout.kv_pages': {error}") from error
 
 
-def evaluation_engine(config: Config, engine: SamplerEngine, make: Callable[[float], SamplerEngine]) -> SamplerEngine:
-    """The rollout engine itself where evaluation samples from the same distribution, else one more."""
+def evaluation_engines(config: Config, engines: list[SamplerEngine], make: Callable[[float], list[SamplerEngine]]) -> list[SamplerEngine]:
+    """The rollout engines themselves where evaluation samples from the same distribution, else others."""
     r = config.rollout
     same = config.eval.temperature == r.temperature and r.top_p == 1.0 and r.top_k == 0
-    return engine if same else make(config.eval.temperature)
+    return engines if same else make(config.eval.temperature)
 
 
-def make_driver(config: Config, engine: SamplerEngine, update: WeightUpdate, **more: Any) -> RolloutDriver:
-    """A sampler over an engine's programs; ``more``: seed and callbacks."""
-    r = config.rollout
-    return RolloutDriver(engine, update, kv_on_update=r.kv_on_update, **more)
+def make_sampler(
+    config: Config, engines: list[SamplerEngine], update: WeightUpdate, *, trace: Callable[..., None] | None = None, **more: Any
+) -> RolloutDriver | Replicas:
+    """A sampler over the programs of one engine or several.
+
+    Args:
+      config: of the run.
+      engines: from ``make_engines``.
+      update: weights on the sampler's mesh.
+      trace: called as trace(lane, name, start, end, **arguments), with a lane for each replica.
+      more: seed and callbacks.
+    """
+    kept = config.rollout.kv_on_update
+    traces = [functools.partial(trace, f"sampler/{i}") for i in range(len(engines))] if trace else []
+    if len(engines) == 1:
+        return RolloutDriver(engines[0], part_of(update, engines[0]), kv_on_update=kept, **more, **({"trace": traces[0]} if traces else {}))
+    return Replicas(engines, update, kv_on_update=kept, traces=traces, **more)
+
+
+def sampler_params(config: Config, model: ModelConfig, meshes: Meshes, params: Any) -> Any:
+    """Parameters from anywhere on the sampler's mesh, in its type."""
+    dtype = jnp.dtype(config.model.sampler_dtype)
+    return jax.device_put(jax.tree.map(lambda leaf: leaf.astype(dtype), params), named_shardings(meshes.sampler, param_specs(model), param_shapes(model)))
 
 
 def make_pusher(config: Config, model: ModelConfig, meshes: Meshes, frozen: Any) -> WeightPusher | AdapterPusher:
@@ -171,11 +202,11 @@ def make_rewards(config: Config, on_result: Callable[[Any], None]) -> RewardServ
     return RewardService(config.reward.workers, config.reward.timeout_s, config.reward.verifier, on_result)
 
 
-def make_evaluator(config: Config, task: Task, tokenizer: Tokenizer, engine: SamplerEngine, rewards: RewardService, **callbacks: Any) -> Evaluator:
-    """Evaluation on the held-out prompts with the engine's programs; ``callbacks``: on_row, trainer_version, stop_requested, trace."""
+def make_evaluator(config: Config, task: Task, tokenizer: Tokenizer, engines: list[SamplerEngine], rewards: RewardService, **callbacks: Any) -> Evaluator:
+    """Evaluation on the held-out prompts with the engines' programs; ``callbacks``: on_row, trainer_version, stop_requested, trace."""
     seed = (config.seed + EVALUATION_SEED) % 2**32
     return Evaluator(
-        lambda update, on_progress: make_driver(config, engine, update, seed=seed, on_progress=on_progress),
+        lambda update, on_progress: make_sampler(config, engines, update, seed=seed, on_progress=on_progress),
         task.heldout,
         tokenizer.decode,
         rewards,
@@ -200,14 +231,14 @@ def evaluation_alone(
 
     The parameters may be on any devices.
     """
-    engine = make_engine(config, model, meshes, tokenizer, settle_lengths(config, task)[0], temperature=config.eval.temperature)
+    engines = make_engines(config, model, meshes, tokenizer, settle_lengths(config, task)[0], temperature=config.eval.temperature)
     results: list[Callable[[Any], None]] = []
     with make_rewards(config, lambda result: results[0](result)) as rewards:
         evaluator = make_evaluator(
             config,
             task,
             tokenizer,
-            engine,
+            engines,
             rewards,
             on_row=on_row,
             trainer_version=lambda: current[0],
@@ -220,6 +251,6 @@ def evaluation_alone(
 
         def evaluate(params: Any, version: int) -> dict[str, Any] | None:
             current[0] = version
-            return evaluator.evaluate(WeightUpdate(version, engine.load_params(params)), config.eval.problems)
+            return evaluator.evaluate(WeightUpdate(version, sampler_params(config, model, meshes, params)), config.eval.problems)
 
         yield evaluate

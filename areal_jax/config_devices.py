@@ -104,7 +104,8 @@ def check_devices(config: Config, available: int) -> tuple[int, int, bool]:
         check_heads(config, config.model.heads, "'model.heads'")
     for role, count, key in (("trainer", trainer, "trainer.micro_batch_rows"), ("sampler", sampler, "rollout.slots")):
         sizes = mesh_sizes(config, role, count)
-        shards = sizes["data"] * sizes["fsdp"]
+        shards = sizes["data"] * (sizes["fsdp"] if role == "trainer" else 1)
         if get(config, key) % shards:
-            raise ConfigError(f"'{key}' must be a multiple of the {role}'s {shards} data-parallel shards; got {get(config, key)}")
+            parts = "data-parallel shards" if role == "trainer" else "replicas (its data axis)"
+            raise ConfigError(f"'{key}' must be a multiple of the {role}'s {shards} {parts}; got {get(config, key)}")
     return sampler, trainer, shared

@@ -17,7 +17,7 @@ from typing import Any
 
 import psutil
 
-from areal_jax.assembly import evaluation_engine, make_driver, make_engine, make_evaluator, make_pusher, make_rewards, save_policy
+from areal_jax.assembly import evaluation_engines, make_engines, make_evaluator, make_pusher, make_rewards, make_sampler, save_policy
 from areal_jax.cluster.meshes import Meshes
 from areal_jax.config import Config
 from areal_jax.controller.controller import Controller
@@ -100,13 +100,14 @@ class Run:
 
     def _build(self, model: ModelConfig, meshes: Meshes, params: Any, stop_requested: Callable[[], bool]) -> None:
         config, task, tokenizer, files = self.config, self.task, self.tokenizer, self.files
+        self.sampler_mesh = meshes.sampler
         longest = settle_lengths(config, task)[0]
         self.trainer = Trainer(config, model, meshes.trainer, params)
         self.resumed = self._restore()
         self.pusher = make_pusher(config, model, meshes, self.trainer.frozen)
         self.update = self.pusher.push(self.trainer.params, self.trainer.version)
-        build = functools.partial(make_engine, config, model, meshes, tokenizer, longest)
-        engine = build()
+        build = functools.partial(make_engines, config, model, meshes, tokenizer, longest)
+        engines = build()
         trace = files.trace.span
         self.rollout = Rollout(
             self.controller,
@@ -118,23 +119,23 @@ class Run:
             changed=self.changed,
             trace=trace,
         )
-        self.sampler = make_driver(
+        self.sampler = make_sampler(
             config,
-            engine,
+            engines,
             self.update,
             seed=config.seed,
             interruptible=config.rollout.interruptible,
             on_progress=self.rollout.on_progress,
             on_weights=self.rollout.on_weights,
             lock=self.changed,
-            trace=functools.partial(trace, "sampler/0"),
+            trace=trace,
         )
-        other = evaluation_engine(config, engine, lambda temperature: build(temperature=temperature))
+        others = evaluation_engines(config, engines, lambda temperature: build(temperature=temperature))
         self.evaluator = make_evaluator(
             config,
             task,
             tokenizer,
-            other,
+            others,
             self.rewards,
             on_row=self._on_eval,
             trainer_version=lambda: self.controller.version,
@@ -142,8 +143,8 @@ class Run:
             trace=trace,
         )
         self.sampler.warm_up()
-        if other is not engine:
-            make_driver(config, other, self.update, seed=0).warm_up()
+        if others is not engines:
+            make_sampler(config, others, self.update, seed=0).warm_up()
         self.rewards.warm_up(timeout_s=180.0)
         self.rollout.attach(self.sampler)
         self.loop = Loop(
@@ -247,7 +248,7 @@ class Run:
             "reward/latency_p99_s": counts["latency_p99_s"],
             "memory/host_rss_bytes": psutil.Process().memory_info().rss,
             "memory/trainer_bytes": peak_bytes(self.trainer.placement.scalar.mesh),
-            "memory/sampler_bytes": peak_bytes(self.sampler.engine.mesh),
+            "memory/sampler_bytes": peak_bytes(self.sampler_mesh),
         }
 
     def finish_evaluation(self) -> None:

@@ -4,7 +4,7 @@ import jax
 import numpy as np
 import pytest
 
-from areal_jax.assembly import load_problems, make_driver, make_engine, make_policy, stop_ids
+from areal_jax.assembly import load_problems, make_engines, make_policy, make_sampler, stop_ids
 from areal_jax.cluster.meshes import make_meshes
 from areal_jax.config import ConfigError, base_config, validate
 from areal_jax.models.architecture import ModelConfig
@@ -26,11 +26,13 @@ def test_stop_texts_end_responses_of_the_sampler_alone():
     stop = ("7", "####", "=", *"abcdefghijklmnop")
     tokenizer, config = embedded_tokenizer(), config_of(stop=stop)
     model, params = make_policy(config, tokenizer)
-    engine = make_engine(config, model, make_meshes(config), tokenizer, 48)
+    engine = make_engines(config, model, make_meshes(config), tokenizer, 48)[0]
     assert model.eos_ids == (1,), "what the trainer exports knows the end-of-text token alone"
     assert engine.model.eos_ids == (1, *(int(tokenizer.encode(text)[0]) for text in stop))
     finished = []
-    driver = make_driver(config, engine, WeightUpdate(0, engine.load_params(params)), seed=0, on_progress=lambda progress: finished.extend(progress.finished))
+    driver = make_sampler(
+        config, [engine], WeightUpdate(0, engine.load_params(params)), seed=0, on_progress=lambda progress: finished.extend(progress.finished)
+    )
     driver.submit([GenerationRequest(0, i, tokenizer.encode("4+3="), 40) for i in range(8)])
     driver.run_until_done(deadline_s=60.0)
     for trajectory in finished:
@@ -44,8 +46,8 @@ def test_stop_texts_end_responses_of_the_sampler_alone():
 def test_setting_of_attention_reaches_the_sampler():
     config, tokenizer = config_of(), embedded_tokenizer()
     config.model.attention = "kernel"
-    engine = make_engine(config, make_policy(config, tokenizer)[0], make_meshes(config), tokenizer, 48)
-    with pytest.raises(ConfigError, match="model.attention=kernel"):
+    engine = make_engines(config, make_policy(config, tokenizer)[0], make_meshes(config), tokenizer, 48)[0]
+    with pytest.raises(ConfigError, match=r"model\.attention=kernel"):
         engine.lower_decode()
 
 

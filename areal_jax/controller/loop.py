@@ -171,7 +171,18 @@ class Loop:
 
     def _read_totals(self) -> dict[str, float]:
         s = self.rollout.sampler.statistics
-        names = ("generated_tokens", "prefill_tokens", "idle_s", "live_slot_steps", "slot_steps", "updates", "interrupts", "pause_s", "rebuild_s")
+        names = (
+            "generated_tokens",
+            "prefill_tokens",
+            "idle_s",
+            "live_slot_steps",
+            "slot_steps",
+            "updates",
+            "interrupts",
+            "pause_s",
+            "rebuild_s",
+            "preemptions",
+        )
         return {name: float(getattr(s, name)) for name in names}
 
     def _flow(self, batch: TrainingBatch, tokens: int, seconds: float) -> dict[str, Any]:
@@ -193,6 +204,8 @@ class Loop:
             "tokens_per_second/trained": tokens / seconds,
             "sampler/idle_fraction": min(1.0, since["idle_s"] / seconds),
             "sampler/slot_occupancy": since["live_slot_steps"] / since["slot_steps"] if since["slot_steps"] else None,
+            "sampler/kv_pages_used": self.rollout.sampler.statistics.kv_pages_used,
+            "sampler/preemptions": int(since["preemptions"]),
             "sampler/version": self.rollout.sampler.version,
             "sampler/interrupts": int(since["interrupts"]),
             "weight_sync/pause_s": since["pause_s"] / updates if updates else None,

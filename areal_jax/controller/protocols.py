@@ -36,6 +36,10 @@ class Sampler(Protocol):
 
     def partials(self) -> Mapping[Key, tuple[np.ndarray, np.ndarray, np.ndarray]]: ...
 
+    def close(self, timeout_s: float) -> None:
+        """Ends what it runs by itself."""
+        ...
+
     def run_once(self, wait_s: float = ...) -> bool:
         """One round of work, or an idle wait; reports by the callbacks it was made with."""
         ...

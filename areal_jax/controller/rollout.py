@@ -115,6 +115,7 @@ class Rollout:
             self._thread.join(timeout_s)
             if self._thread.is_alive():
                 raise TimeoutError(f"the rollout thread did not end within {timeout_s:g} s: a dispatch of the sampler is still running")
+            self.sampler.close(timeout_s)
 
     def _run(self) -> None:
         try:

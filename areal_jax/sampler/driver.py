@@ -129,27 +129,31 @@ class RolloutDriver:
         """Queues requests, first come first served.
 
         Raises:
-          ValueError: a request cannot fit the engine's longest sequence, has no token left to generate, brings a distribution to an engine that
-            has one of its own, or has the key of an unfinished one.
+          ValueError: a request cannot fit the engine's longest sequence, has no token left to generate, or brings a distribution to an engine that
+            has one of its own.
         """
         requests = list(requests)
         for request in requests:
-            longest = len(request.prompt_tokens) + request.max_new_tokens
-            if len(request.tokens) >= request.max_new_tokens:
-                raise ValueError(
-                    f"request {request.key}: {len(request.tokens)} tokens are generated already and max_new_tokens is {request.max_new_tokens}; "
-                    "raise it, or hand on what there is"
-                )
-            if not len(request.prompt_tokens) or longest > self.engine.max_length:
-                raise ValueError(
-                    f"request {request.key}: prompt of {len(request.prompt_tokens)} + max_new_tokens {request.max_new_tokens} must be "
-                    f"1 to the engine's {self.engine.max_length} tokens; shorten the prompt or raise the engine's max_length"
-                )
-            if request.sampling is not None and not self.engine.per_request:
-                raise ValueError(f"request {request.key} brings {request.sampling}, and the engine samples all alike; make it with per_request=True")
+            self.check_request(request)
         with self._wake:
             self.schedule.submit(requests)
             self._wake.notify_all()
+
+    def check_request(self, request: GenerationRequest) -> None:
+        """Refuses a request that cannot run here; see ``submit``."""
+        longest = len(request.prompt_tokens) + request.max_new_tokens
+        if len(request.tokens) >= request.max_new_tokens:
+            raise ValueError(
+                f"request {request.key}: {len(request.tokens)} tokens are generated already and max_new_tokens is {request.max_new_tokens}; "
+                "raise it, or hand on what there is"
+            )
+        if not len(request.prompt_tokens) or longest > self.engine.max_length:
+            raise ValueError(
+                f"request {request.key}: prompt of {len(request.prompt_tokens)} + max_new_tokens {request.max_new_tokens} must be "
+                f"1 to the engine's {self.engine.max_length} tokens; shorten the prompt or raise the engine's max_length"
+            )
+        if request.sampling is not None and not self.engine.per_request:
+            raise ValueError(f"request {request.key} brings {request.sampling}, and the engine samples all alike; make it with per_request=True")
 
     def publish(self, update: WeightUpdate) -> None:
         """Hands over new weights, ready on the engine's devices; of several pending ones the newest is taken.
@@ -359,6 +363,9 @@ class RolloutDriver:
             self.statistics.slot_steps += self.engine.max_concurrent_decodes * int(decoded.valid.max(initial=0))
             self._trace("decode", start, end, version=dispatch.version, tokens=total, slots=len(dispatch.sequences))
             self._on_progress(Progress(dispatch.version, new_tokens, tuple(finished), tuple(made)))
+
+    def close(self, timeout_s: float) -> None:
+        """Nothing runs outside of ``run_once``: there is nothing to end."""
 
     def warm_up(self) -> None:
         """Compiles every program of the declared shapes, so that none is compiled later."""

@@ -116,6 +116,11 @@ class Scheduler:
             sequence.pages += self.pool.take(own)
             self._begin(sequence)
 
+    @property
+    def unclaimed_pages(self) -> int:
+        """Free pages less those that the queue will ask for when it is admitted."""
+        return self.pool.free - sum(self._pages_for(len(r.prompt_tokens) + len(r.tokens)) for r in self.queue)
+
     # What is computed.
 
     def pieces(self, most: int, width: int) -> list[Piece]:

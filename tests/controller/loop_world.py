@@ -38,6 +38,9 @@ class FakeSampler:
             self.cancelled.append(key)
             self.queue.pop(key, None)
 
+    def close(self, timeout_s):
+        self.closed = True
+
     def partials(self):
         return {key: (r.tokens, r.behaviour_logprobs, r.versions) for key, r in self.queue.items()}
 
