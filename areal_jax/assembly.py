@@ -178,10 +178,14 @@ def make_sampler(
       more: seed and callbacks.
     """
     kept = config.rollout.kv_on_update
-    traces = [functools.partial(trace, f"sampler/{i}") for i in range(len(engines))] if trace else []
+    traces = [functools.partial(trace or _untraced, f"sampler/{i}") for i in range(len(engines))]
     if len(engines) == 1:
-        return RolloutDriver(engines[0], part_of(update, engines[0]), kv_on_update=kept, **more, **({"trace": traces[0]} if traces else {}))
+        return RolloutDriver(engines[0], part_of(update, engines[0]), kv_on_update=kept, trace=traces[0], **more)
     return Replicas(engines, update, kv_on_update=kept, traces=traces, **more)
+
+
+def _untraced(*_: Any, **__: Any) -> None:
+    pass
 
 
 def sampler_params(config: Config, model: ModelConfig, meshes: Meshes, params: Any) -> Any:
