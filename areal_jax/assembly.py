@@ -35,6 +35,8 @@ from areal_jax.sampler.driver import RolloutDriver
 from areal_jax.sampler.engine import SamplerEngine
 from areal_jax.sampler.replicas import Replicas, part_of, replica_meshes
 from areal_jax.sampler.settings import engine_settings
+from areal_jax.serving.requests import MOST_LOGPROBS, Limits
+from areal_jax.serving.service import Service
 from areal_jax.types import WeightUpdate
 from areal_jax.weights.adapters import AdapterPusher
 from areal_jax.weights.push import WeightPusher
@@ -49,6 +51,19 @@ def load_problems(config: Config) -> tuple[Tokenizer, Task, Config]:
     Raises:
       ConfigError: the policy's small files, its tokenizer or the task are broken, or do not fit the configuration or one another.
     """
+    model, tokenizer = _small_files(config)
+    stop_ids(config, tokenizer)
+    task = load_task(config, tokenizer)
+    settled = config.copy_and_resolve_references()
+    longest, capacity = settle_lengths(config, task)
+    if model is not None:
+        check_positions(config, model, longest)
+    put(settled, "trainer.micro_batch_tokens", capacity)
+    return tokenizer, task, settled
+
+
+def _small_files(config: Config) -> tuple[ModelConfig | None, Tokenizer]:
+    """Architecture (None of a new policy) and tokenizer, checked against each other and the meshes."""
     model = None
     try:
         if config.model.path:
@@ -64,14 +79,7 @@ def load_problems(config: Config) -> tuple[Tokenizer, Task, Config]:
         raise ConfigError(
             f"'model.vocab_size' must be at least the tokenizer's {tokenizer.vocab_size} tokens; got {config.model.vocab_size}; raise it, or set 0 to take them"
         )
-    stop_ids(config, tokenizer)
-    task = load_task(config, tokenizer)
-    settled = config.copy_and_resolve_references()
-    longest, capacity = settle_lengths(config, task)
-    if model is not None:
-        check_positions(config, model, longest)
-    put(settled, "trainer.micro_batch_tokens", capacity)
-    return tokenizer, task, settled
+    return model, tokenizer
 
 
 def check_positions(config: Config, model: ModelConfig, longest: int) -> None:
@@ -258,3 +266,46 @@ def evaluation_alone(
             return evaluator.evaluate(WeightUpdate(version, sampler_params(config, model, meshes, params)), config.eval.problems)
 
         yield evaluate
+
+
+SERVED_LENGTH = 2048
+"""Longest sequence of a server whose configuration does not say."""
+
+
+def load_served(config: Config) -> tuple[Tokenizer, Limits]:
+    """Tokenizer and limits of a policy that is to be served. Touches no device and reads no weight.
+
+    Raises:
+      ConfigError: the policy's small files are broken, or do not fit the configuration or one another.
+    """
+    model, tokenizer = _small_files(config)
+    if model is None:
+        raise ConfigError("'model.path' must name the policy to serve; got ''")
+    longest = config.serve.max_length or min(model.max_positions or SERVED_LENGTH, SERVED_LENGTH)
+    if model.max_positions and longest > model.max_positions:
+        raise ConfigError(f"'serve.max_length' must be at most the {model.max_positions} positions that '{config.model.path}' was made for; got {longest}")
+    name = config.serve.name or pathlib.Path(config.model.path).resolve().name
+    return tokenizer, Limits(name, longest, model.vocab_size, config.rollout.slots + config.serve.max_waiting)
+
+
+def make_service(config: Config, tokenizer: Tokenizer, model: ModelConfig, params: Any, meshes: Meshes, limits: Limits) -> Service:
+    """A sampler for requests of any distribution, compiled; requests that name none have the rollout's."""
+    engine = SamplerEngine(
+        model,
+        meshes.sampler,
+        slots=config.rollout.slots,
+        max_length=limits.max_length,
+        seed=config.seed,
+        tokenizer=tokenizer,
+        per_request=True,
+        top_logprobs=min(MOST_LOGPROBS["chat"], model.vocab_size),
+        **engine_settings(config),
+    )
+
+    def driver(on_progress: Callable[[Any], None]) -> RolloutDriver:
+        made = make_driver(config, engine, WeightUpdate(0, engine.load_params(params)), seed=config.seed, on_progress=on_progress)
+        made.warm_up()
+        return made
+
+    s = config.serve
+    return Service(driver, slots=config.rollout.slots, max_waiting=s.max_waiting, request_timeout_s=s.request_timeout_s)

@@ -190,6 +190,16 @@ FIELDS: dict[str, Any] = {
         "samples": F(1, "samples a problem", minimum=1),
         "temperature": F(1.0, "sampling temperature; 0: greedy", minimum=0.0),
     },
+    "serve": {
+        "host": F("127.0.0.1", "address that launch/serve.py listens at; 0.0.0.0: every one of this machine"),
+        "port": F(8000, "port of the OpenAI-compatible HTTP endpoint; 0: a free one", minimum=0, maximum=65535),
+        "grpc_port": F(9000, "port of JetStream's gRPC protocol; 0: a free one; None: not served", kind=int, minimum=0, maximum=65535, optional=True),
+        "name": F("", "the policy's name in requests; empty: the last part of model.path"),
+        "max_length": F(0, "longest sequence, prompt and answer, in tokens; 0: what the policy was made for, at most 2048", minimum=0),
+        "max_waiting": F(256, "samples that may wait for a slot; requests beyond them are refused", minimum=0),
+        "request_timeout_s": F(600.0, "longest life of a request", above=0.0),
+        "drain_s": F(30.0, "how long running requests may go on once the server is told to stop", minimum=0.0),
+    },
     "checkpoint": {
         "every_steps": F(20, "training steps between checkpoints; 0: only at the end", minimum=0),
         "keep": F(2, "checkpoints kept", minimum=1),

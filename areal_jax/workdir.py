@@ -63,7 +63,7 @@ def _take(workdir: pathlib.Path) -> None:
 
 
 MAY_CHANGE = (
-    *("telemetry.", "checkpoint.", "eval.", "cluster.", "reward.", "trainer.steps", "rollout.wait_timeout_s", "model.repository"),
+    *("telemetry.", "checkpoint.", "eval.", "serve.", "cluster.", "reward.", "trainer.steps", "rollout.wait_timeout_s", "model.repository"),
     *("model.attention", "model.scan_layers", "trainer.remat", "trainer.logprob_chunk"),  # how it is computed, not what
 )
 """Keys that a resumed run may set anew."""

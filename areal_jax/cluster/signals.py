@@ -26,13 +26,17 @@ _CLOSE = b"\0"
 class StopSignal:
     """Context manager around a run; enter it on the main thread.
 
+    Args:
+      signals: those that are taken over.
+      promise: what is said at the first one.
+
     Attributes:
       reason: 'SIGINT', 'SIGTERM' or the text given to ``request``; empty until then.
       exit_code: 128 + the signal's number (130, 143); 0 until then.
     """
 
-    def __init__(self, signals: tuple[signal.Signals, ...] = (signal.SIGINT, signal.SIGTERM)):
-        self._signals = signals
+    def __init__(self, signals: tuple[signal.Signals, ...] = (signal.SIGINT, signal.SIGTERM), promise: str = "stopping after this step with a checkpoint"):
+        self._signals, self._promise = signals, promise
         self._event = threading.Event()
         self._previous: dict[signal.Signals, Any] = {}
         self.reason = ""
@@ -90,7 +94,7 @@ class StopSignal:
                 _say(f"{number.name} again: ending at once")
                 end_process(128 + number)
             self.request(number.name, 128 + number)
-            _say(f"{number.name}: stopping after this step with a checkpoint; once more ends at once")
+            _say(f"{number.name}: {self._promise}; once more ends at once")
 
 
 def _ignored(_number: int, _frame: Any) -> None:

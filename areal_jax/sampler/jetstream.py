@@ -44,3 +44,9 @@ def orchestrator() -> types.ModuleType:
     module = importlib.import_module("jetstream.core.orchestrator")
     module.delete_pytree = lambda tree: jax.tree.map(lambda leaf: leaf.delete(), tree)  # type: ignore[attr-defined]
     return module
+
+
+def protocol() -> tuple[types.ModuleType, types.ModuleType]:
+    """JetStream's gRPC protocol: (messages, services); needs grpcio."""
+    name = "jetstream.core.proto.jetstream_pb2"
+    return importlib.import_module(name), importlib.import_module(f"{name}_grpc")
