@@ -37,7 +37,7 @@ from areal_jax.sampler.replicas import Replicas, part_of, replica_meshes
 from areal_jax.sampler.settings import engine_settings
 from areal_jax.serving.requests import MOST_LOGPROBS, Limits
 from areal_jax.serving.service import Service
-from areal_jax.types import WeightUpdate
+from areal_jax.types import Sampling, WeightUpdate
 from areal_jax.weights.adapters import AdapterPusher
 from areal_jax.weights.push import WeightPusher
 
@@ -307,5 +307,12 @@ def make_service(config: Config, tokenizer: Tokenizer, model: ModelConfig, param
         made.warm_up()
         return made
 
-    s = config.serve
-    return Service(driver, slots=config.rollout.slots, max_waiting=s.max_waiting, request_timeout_s=s.request_timeout_s)
+    s, r = config.serve, config.rollout
+    return Service(
+        driver,
+        slots=r.slots,
+        max_waiting=s.max_waiting,
+        request_timeout_s=s.request_timeout_s,
+        sampling=Sampling(r.temperature, r.top_k, r.top_p),
+        pages=lambda driver: (driver.schedule.pool.held, engine.pages - 1),
+    )

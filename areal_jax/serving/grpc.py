@@ -41,7 +41,7 @@ class Orchestrator:
     """The two methods of JetStream's service.
 
     Args:
-      service: the sampler; samples are drawn from its engine's own distribution, as the protocol names none.
+      service: the sampler; samples are drawn from its own distribution, as the protocol names none.
       tokenizer: the policy's.
       limits: what is served.
       end_ids: tokens that end a response.

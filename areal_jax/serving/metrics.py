@@ -17,6 +17,10 @@ def _values(service: Service) -> Iterator[tuple[str, str, str, float]]:
     yield "slots", "gauge", "samples that can be decoded together", service.slots
     yield "samples_unfinished", "gauge", "samples waiting or running", service.unfinished
     yield "samples_waiting", "gauge", "samples beyond the slots", service.unfinished - running
+    if service.pages is not None:
+        used, every = service.pages
+        yield "kv_pages_used", "gauge", "pages of the KV cache that are held", used
+        yield "kv_pages_free", "gauge", "pages of the KV cache that are free", every - used
     yield "draining", "gauge", "1 while the server refuses new requests and finishes the running ones", service.draining
     yield "requests_total", "counter", "requests taken", totals.requests
     yield "requests_refused_total", "counter", "requests refused because too many were waiting", totals.refused

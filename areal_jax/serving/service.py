@@ -20,7 +20,7 @@ import itertools
 import secrets
 import threading
 from collections.abc import AsyncIterator, Callable, Sequence
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 
@@ -50,19 +50,6 @@ class Refused(ServiceError):
 
 class TimedOut(ServiceError):
     """The request took longer than a request may."""
-
-
-class Driver(Protocol):
-    """What the service needs of a sampler: ``sampler.driver.RolloutDriver``, or several behind one."""
-
-    @property
-    def unfinished(self) -> int: ...
-
-    def submit(self, requests: Sequence[GenerationRequest]) -> None: ...
-
-    def cancel(self, keys: Sequence[Key]) -> None: ...
-
-    def run_once(self, wait_s: float = 0.05) -> bool: ...
 
 
 @dataclasses.dataclass(frozen=True)
@@ -144,14 +131,27 @@ class Service:
     """Runs a driver for requests of any protocol. Made and closed by any thread; ``submit`` and what it returns belong to one event loop.
 
     Args:
-      make_driver: called with the driver's ``on_progress``; gives the driver.
+      make_driver: called with the driver's ``on_progress``; gives a ``sampler.driver.RolloutDriver``, or several behind its ``submit``,
+        ``cancel``, ``unfinished`` and ``run_once``.
       slots: samples that the driver decodes together.
       max_waiting: further samples that may wait.
       request_timeout_s: longest life of a request.
+      sampling: of requests that name no distribution.
+      pages: of the KV cache, given the driver: (used, all); None where it has none.
     """
 
-    def __init__(self, make_driver: Callable[[Callable[[Progress], None]], Driver], *, slots: int, max_waiting: int, request_timeout_s: float):
-        self.driver = make_driver(self._on_progress)
+    def __init__(
+        self,
+        make_driver: Callable[[Callable[[Progress], None]], Any],
+        *,
+        slots: int,
+        max_waiting: int,
+        request_timeout_s: float,
+        sampling: Sampling | None = None,
+        pages: Callable[[Any], tuple[int, int]] | None = None,
+    ):
+        self.driver: Any = make_driver(self._on_progress)
+        self._sampling, self._pages = sampling or Sampling(), pages
         self.slots, self.max_waiting, self.request_timeout_s = slots, max_waiting, request_timeout_s
         self.totals = Totals()
         self.failure: BaseException | None = None
@@ -181,6 +181,11 @@ class Service:
         """Samples that are waiting or running."""
         return len(self._generations)
 
+    @property
+    def pages(self) -> tuple[int, int] | None:
+        """(used, all) pages of the KV cache."""
+        return None if self._pages is None else self._pages(self.driver)
+
     def submit(
         self, prompts: Sequence[np.ndarray], *, samples: int, max_new_tokens: int | Sequence[int], sampling: Sampling | None, seed: int | None = None
     ) -> Generation:
@@ -190,7 +195,7 @@ class Service:
           prompts: int32 [length] each.
           samples: of each prompt; sample i of prompt p has index p · samples + i.
           max_new_tokens: of each sample, or one number a prompt.
-          sampling: None: the engine's own distribution.
+          sampling: None: the service's own.
           seed: equal seeds give equal samples, whatever else is running; None: a new one.
 
         Raises:
@@ -202,7 +207,7 @@ class Service:
         for prompt, limit in zip(prompts, limits, strict=True):
             name = secrets.randbits(64) if seed is None else seed
             group = next(self._groups) % 2**31
-            requests += [GenerationRequest(group, i, prompt, limit, sampling=sampling, stream=stream_of(name, i)) for i in range(samples)]
+            requests += [GenerationRequest(group, i, prompt, limit, sampling=sampling or self._sampling, stream=stream_of(name, i)) for i in range(samples)]
         assert self._loop is not None
         generation = Generation(self, [request.key for request in requests], self._loop.time() + self.request_timeout_s)
         self._generations.update((request.key, generation) for request in requests)

@@ -52,8 +52,8 @@ def serve(tokenizer):
     from areal_jax.serving.service import Service
 
     @contextlib.contextmanager
-    def running(make_driver, *, slots=4, max_waiting=64, request_timeout_s=60.0, tokenizer=tokenizer, **more):
-        service = Service(make_driver, slots=slots, max_waiting=max_waiting, request_timeout_s=request_timeout_s)
+    def running(make_driver, *, slots=4, max_waiting=64, request_timeout_s=60.0, tokenizer=tokenizer, sampling=None, pages=None, **more):
+        service = Service(make_driver, slots=slots, max_waiting=max_waiting, request_timeout_s=request_timeout_s, sampling=sampling, pages=pages)
         limits = Limits(NAME, LONGEST, VOCABULARY, slots + max_waiting)
         with Server(service, tokenizer, limits, (END,), **more) as server:
             yield server

@@ -9,6 +9,7 @@ import pytest
 from scripted_driver import END, letters
 
 from areal_jax.sampler import jetstream
+from areal_jax.types import Sampling
 
 grpc = pytest.importorskip("grpc", reason="JetStream's protocol needs the extra 'serve'")
 
@@ -47,7 +48,7 @@ def test_text_and_tokens(server, tokenizer):
         got = samples(orchestrator.Decode(text_request("Hello", 80)))
         request = server.service.driver.submitted[-1]
         wanted = letters(request, tokenizer)[:-1]
-        assert tokenizer.decode(request.prompt_tokens) == "Hello" and request.sampling is None
+        assert tokenizer.decode(request.prompt_tokens) == "Hello" and request.sampling == Sampling()
         assert "".join(sample.text for sample in got) == tokenizer.decode(wanted) and len(got) > 10
         assert [i for sample in got for i in sample.token_ids] == wanted, "without the end token"
         got = samples(orchestrator.Decode(token_request(tokenizer.encode("Hello"), 7)))

@@ -1,48 +1,10 @@
 """OpenAI's protocol, byte by byte, over answers that are written down."""
 
-import http.client
 import json
-import socket
-import struct
 
 import pytest
+from plain_client import CHAT, COMPLETION, get, post, stream
 from scripted_driver import END
-
-
-def post(server, path, body, raw=False):
-    """(status, JSON)."""
-    connection = http.client.HTTPConnection("127.0.0.1", server.port, timeout=30)
-    connection.request("POST", path, body if raw else json.dumps(body), {"content-type": "application/json"})
-    answer = connection.getresponse()
-    status, text = answer.status, answer.read().decode()
-    connection.close()
-    return status, json.loads(text)
-
-
-def get(server, path):
-    connection = http.client.HTTPConnection("127.0.0.1", server.port, timeout=30)
-    connection.request("GET", path)
-    answer = connection.getresponse()
-    status, text = answer.status, answer.read().decode()
-    connection.close()
-    return status, text
-
-
-def stream(server, path, body):
-    """The events of a stream, the last of which must be [DONE]."""
-    connection = http.client.HTTPConnection("127.0.0.1", server.port, timeout=30)
-    connection.request("POST", path, json.dumps(body | {"stream": True}), {"content-type": "application/json"})
-    answer = connection.getresponse()
-    assert answer.status == 200 and answer.headers["content-type"].startswith("text/event-stream")
-    events = answer.read().decode().split("\n\n")
-    connection.close()
-    assert events.pop() == "" and all(event.startswith("data: ") for event in events)
-    assert events.pop() == "data: [DONE]"
-    return [json.loads(event[6:]) for event in events]
-
-
-COMPLETION = {"model": "tiny", "prompt": "Hello", "max_tokens": 12, "temperature": 0}
-CHAT = {"model": "tiny", "messages": [{"role": "user", "content": "Hello"}], "max_tokens": 12, "temperature": 0}
 
 
 @pytest.fixture(scope="module")
@@ -300,116 +262,6 @@ def test_without_a_chat_template(scripted):
         status, answer = post(server, "/v1/chat/completions", CHAT)
         assert status == 400 and answer["error"]["code"] == "chat_template_missing" and "/v1/completions" in answer["error"]["message"]
         assert post(server, "/v1/completions", COMPLETION)[0] == 200
-
-
-def test_full_server_answers_429(scripted, wait_until):
-    with scripted(max_waiting=2) as server:
-        driver = server.service.driver
-        driver.held = True
-        clients = [begin(server, COMPLETION) for _ in range(6)]
-        wait_until(lambda: driver.unfinished == 6)
-        status, answer = post(server, "/v1/completions", COMPLETION)
-        assert status == 429 and answer["error"]["code"] == "rate_limit_exceeded" and server.service.totals.refused == 1
-        driver.held = False
-        assert all(b"200 OK" in read_all(client) for client in clients)
-
-
-def begin(server, body, path="/v1/completions"):
-    """A client that has sent its request and reads nothing."""
-    client = socket.create_connection(("127.0.0.1", server.port), timeout=30)
-    data = json.dumps(body).encode()
-    client.sendall(f"POST {path} HTTP/1.1\r\nhost: a\r\nconnection: close\r\ncontent-length: {len(data)}\r\n\r\n".encode() + data)
-    return client
-
-
-def read_all(client):
-    data = b""
-    while part := client.recv(65536):
-        data += part
-    client.close()
-    return data
-
-
-def reset(client):
-    """Ends a connection the hard way."""
-    client.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
-    client.close()
-
-
-@pytest.mark.parametrize("streamed", [False, True])
-@pytest.mark.parametrize("end", [socket.socket.close, reset])
-@pytest.mark.parametrize("when", ["waiting", "running"])
-def test_a_client_that_goes_away_frees_its_slots(scripted, wait_until, streamed, end, when):
-    with scripted(steps=1, pause_s=0.01) as server:
-        driver = server.service.driver
-        driver.held = when == "waiting"
-        client = begin(server, COMPLETION | {"max_tokens": 60, "n": 3, "stream": streamed})
-        wait_until(lambda: driver.unfinished == 3 and (driver.held or driver.most_live == 3))
-        end(client)
-        wait_until(lambda: driver.unfinished == 0, 0.5)
-        assert server.service.unfinished == 0 and server.service.totals.cancelled == 3
-
-
-def test_time_limit_of_a_request(scripted):
-    with scripted(request_timeout_s=0.2) as server:
-        server.service.driver.held = True
-        status, answer = post(server, "/v1/completions", COMPLETION)
-        assert status == 504 and "request_timeout_s" in answer["error"]["message"] and server.service.driver.unfinished == 0
-
-
-def test_failing_sampler_fails_everything_and_is_told(scripted, wait_until):
-    with scripted() as server:
-        driver = server.service.driver
-        driver.held = True
-        plain, streamed = begin(server, COMPLETION), begin(server, COMPLETION | {"stream": True})
-        wait_until(lambda: driver.unfinished == 2)
-        driver.failure = RuntimeError("the device is gone")
-        status, answer = read_all(plain).split(b"\r\n", 1)
-        assert b"500" in status and b"the device is gone" in answer and b"internal_error" in answer
-        events = read_all(streamed)
-        assert b'"internal_error"' in events and b"[DONE]" not in events
-        assert post(server, "/v1/completions", COMPLETION)[0] == 500 and get(server, "/health")[0] == 500
-        assert str(server.failure) == "the device is gone" and server.service.unfinished == 0
-        assert not server.drain(5.0)
-
-
-def test_drain(scripted, wait_until):
-    import threading
-
-    with scripted() as server:
-        driver = server.service.driver
-        driver.held = True
-        running = begin(server, COMPLETION)
-        wait_until(lambda: driver.unfinished == 1)
-        done = []
-        drainer = threading.Thread(target=lambda: done.append(server.drain(20.0)))
-        drainer.start()
-        wait_until(lambda: server.service.draining)
-        status, answer = post(server, "/v1/completions", COMPLETION)
-        assert status == 503 and answer["error"]["code"] == "server_shutting_down" and get(server, "/health")[0] == 503
-        driver.held = False
-        assert b"200 OK" in read_all(running)
-        drainer.join(20)
-        assert done == [True]
-
-
-def test_drain_has_an_end(scripted, wait_until):
-    with scripted() as server:
-        server.service.driver.held = True
-        running = begin(server, COMPLETION)
-        wait_until(lambda: server.service.driver.unfinished == 1)
-        assert server.drain(0.2) is False
-        assert b"503" in read_all(running).split(b"\r\n", 1)[0] and server.service.driver.unfinished == 0
-
-
-def test_port_in_use_is_refused_before_serving(scripted):
-    from areal_jax.config import ConfigError
-
-    with scripted() as server:
-        for taken in ({"port": server.port}, {"grpc_port": server.grpc_port}):
-            with pytest.raises(ConfigError, match="another port"):
-                with scripted(**taken):
-                    raise AssertionError("two servers on one port")
 
 
 def test_samples_end_at_the_end_token_only_once(server):
