@@ -15,7 +15,7 @@ from typing import Any
 
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
-from starlette.requests import Request
+from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse, PlainTextResponse, Response
 from starlette.routing import Route
 from starlette.types import Receive, Scope, Send
@@ -29,6 +29,10 @@ from areal_jax.serving.text import Vocabulary
 
 LARGEST_BODY = 16 * 2**20
 """Bytes."""
+QUICK_BODY = 2**16
+"""Bytes; larger ones are tokenised in a thread, so that streams do not wait for them."""
+GONE = 499
+"""Status of an answer that nobody is there to read (nginx's)."""
 EVENTS = [(b"content-type", b"text/event-stream; charset=utf-8"), (b"cache-control", b"no-cache"), (b"x-accel-buffering", b"no")]
 
 
@@ -70,7 +74,7 @@ class App:
             Route("/health", self._health),
             Route("/metrics", self._metrics),
         ]
-        return Starlette(routes=routes, exception_handlers={ApiError: _api_error, ServiceError: _service_error, HTTPException: _http_error})
+        return Starlette(routes=routes, exception_handlers=HANDLERS)
 
     async def _completions(self, request: Request) -> Response:
         return await self._answer(request, chat=False)
@@ -79,7 +83,11 @@ class App:
         return await self._answer(request, chat=True)
 
     async def _answer(self, request: Request, *, chat: bool) -> Response:
-        call = parse(await _body(request), self._tokenizer, self._limits, chat=chat)
+        body, size = await _body(request)
+        if size > QUICK_BODY:
+            call = await asyncio.to_thread(parse, body, self._tokenizer, self._limits, chat=chat)
+        else:
+            call = parse(body, self._tokenizer, self._limits, chat=chat)
         generation = self._service.submit(call.prompts, samples=call.samples, max_new_tokens=call.limits, sampling=call.sampling, seed=call.seed)
         responses = Responses(generation, call.choices, self._vocabulary, self._end_ids, call.stops, call.logprobs or 0)
         writer = openai.Writer(call, self._limits.model, self._vocabulary)
@@ -87,7 +95,7 @@ class App:
             return EventStream(generation, writer.chunks(responses))
         async with generation:
             answer = await _unless_gone(request.receive, writer.whole(responses))
-        return JSONResponse(answer) if answer is not None else Response(status_code=499)
+        return JSONResponse(answer) if answer is not None else Response(status_code=GONE)
 
     async def _models(self, request: Request) -> Response:
         return JSONResponse(openai.models(self._limits.model, self._created))
@@ -151,7 +159,8 @@ async def _unless_gone(receive: Receive, work: Awaitable[Any]) -> Any:
         await asyncio.gather(working, watching, return_exceptions=True)
 
 
-async def _body(request: Request) -> Any:
+async def _body(request: Request) -> tuple[Any, int]:
+    """(the JSON value, its bytes)."""
     parts, size = [], 0
     async for part in request.stream():
         size += len(part)
@@ -159,7 +168,7 @@ async def _body(request: Request) -> Any:
             raise ApiError(413, f"a request's body must have at most {LARGEST_BODY} bytes; send several requests")
         parts.append(part)
     try:
-        return json.loads(b"".join(parts))
+        return json.loads(b"".join(parts)), size
     except (ValueError, RecursionError) as error:
         raise ApiError(400, f"the body must be JSON: {error}"[:300]) from error
 
@@ -181,3 +190,21 @@ async def _service_error(request: Request, error: Exception) -> Response:
 async def _http_error(request: Request, error: Exception) -> Response:
     assert isinstance(error, HTTPException)
     return _respond(ApiError(error.status_code, f"{request.method} {request.url.path}: {error.detail}", code="not_found" if error.status_code == 404 else None))
+
+
+async def _gone(request: Request, error: Exception) -> Response:
+    return Response(status_code=GONE)
+
+
+async def _bug(request: Request, error: Exception) -> Response:
+    """What nobody foresaw: the client gets an answer, and starlette raises the error once more, so that the log has it."""
+    return _respond(ApiError(500, f"the server failed: {type(error).__name__}", type="server_error", code="internal_error"))
+
+
+HANDLERS: dict[Any, Any] = {
+    ApiError: _api_error,
+    ServiceError: _service_error,
+    HTTPException: _http_error,
+    ClientDisconnect: _gone,
+    Exception: _bug,
+}

@@ -18,6 +18,8 @@ from areal_jax.models.tokenizer import Tokenizer
 from areal_jax.types import Sampling
 
 MOST_CHOICES = 128
+LEAST_TEMPERATURE = 1e-6
+"""Logits divided by less are beyond float32."""
 MOST_STOPS = 4
 MOST_LOGPROBS = {"completions": 5, "chat": 20}
 COMMON = ("model", "n", "max_tokens", "temperature", "top_p", "top_k", "seed", "stop", "stream", "stream_options", "logprobs")
@@ -144,7 +146,7 @@ def parse(body: Any, tokenizer: Tokenizer, limits: Limits, *, chat: bool) -> Cal
         limits=tuple(_limit(given, prompt, limits, chat) for prompt in prompts),
         samples=samples,
         sampling=Sampling(
-            temperature=_number(given, "temperature", 1.0, 0.0, 2.0),
+            temperature=_temperature(given),
             top_k=_integer(given, "top_k", 0, 0, 2**31 - 1),
             top_p=_number(given, "top_p", 1.0, 0.0, 1.0, above=True),
         ),
@@ -271,6 +273,13 @@ def _get(given: Mapping[str, Any], key: str, kind: type, default: Any, where: st
     if not isinstance(value, kind):
         name = f"{where}.{key}" if where else key
         raise ApiError(400, f"'{name}' must be {_NAMES[kind]}; got {_kind(value)}", param=name)
+    return value
+
+
+def _temperature(given: Mapping[str, Any]) -> float:
+    value = _number(given, "temperature", 1.0, 0.0, 2.0)
+    if 0 < value < LEAST_TEMPERATURE:
+        raise ApiError(400, f"'temperature' must be 0 (the likeliest token) or at least {LEAST_TEMPERATURE:g}; got {value!r}", param="temperature")
     return value
 
 

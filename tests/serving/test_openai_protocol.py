@@ -173,6 +173,7 @@ BAD = [
     ({"max_tokens": "5"}, 400, "max_tokens", None),
     ({"max_tokens": 1.5}, 400, "max_tokens", None),
     ({"temperature": -0.1}, 400, "temperature", None),
+    ({"temperature": 1e-30}, 400, "temperature", None),
     ({"temperature": 2.1}, 400, "temperature", None),
     ({"temperature": float("nan")}, 400, "temperature", None),
     ({"top_p": 0}, 400, "top_p", None),
@@ -231,6 +232,10 @@ def test_bad_completions_are_refused_by_name(server, more, status, param, code):
 @pytest.mark.parametrize(("more", "status", "param", "code"), BAD_CHAT, ids=[str(case[0])[:40] for case in BAD_CHAT])
 def test_bad_chats_are_refused_by_name(server, more, status, param, code):
     check_refusal(post(server, "/v1/chat/completions", CHAT | more), status, param, code)
+
+
+def test_a_large_body_is_read_beside_the_streams(server):
+    check_refusal(post(server, "/v1/completions", COMPLETION | {"prompt": "x" * 200_000}), 400, "prompt", "context_length_exceeded")
 
 
 def test_neutral_values_are_taken(server):
