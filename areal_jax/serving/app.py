@@ -131,6 +131,7 @@ class EventStream(Response):
         try:
             async for chunk in self._chunks:
                 await send(_event(json.dumps(chunk, ensure_ascii=False, separators=(",", ":"))))
+                await asyncio.sleep(0)  # a client that is gone is seen here, and other streams have their turn
             await send(_event("[DONE]"))
         except ServiceError as error:
             await send(_event(json.dumps(as_api_error(error).body())))

@@ -1,14 +1,19 @@
 """Many requests of all kinds at once, good ones, bad ones, and clients that go away: what a server must survive.
 
-Every answer that is complete is checked; ``soak`` returns how many of each kind there were, by outcome.
+Every answer that is complete is checked. The clients have a process of their own, so that what the server's process holds is the server's:
+
+python soak.py HTTP_PORT GRPC_PORT REQUESTS LONGEST SEED    # prints [[kind, outcome, count], ...]
 """
 
 import asyncio
 import collections
 import json
+import pathlib
 import random
 import socket
 import struct
+import subprocess
+import sys
 
 import grpc
 
@@ -182,20 +187,28 @@ def chunked(body):
     raise AssertionError("the body is torn")
 
 
-def soak(http_port, grpc_port, requests, *, longest, seed=0, at_once=24):
-    """Sends so many requests, ``at_once`` of them together; returns a Counter of (kind, outcome)."""
+async def run(http_port, grpc_port, requests, longest, seed, at_once=24):
+    """Sends so many requests, ``at_once`` of them together; a Counter of (kind, outcome)."""
+    numbers, outcomes = random.Random(seed), collections.Counter()
+    gate = asyncio.Semaphore(at_once)
 
-    async def run():
-        numbers, outcomes = random.Random(seed), collections.Counter()
-        gate = asyncio.Semaphore(at_once)
+    async def one(number):
+        async with gate:
+            outcomes[await Client(http_port, grpc_port, longest, random.Random(number)).go()] += 1
 
-        async def one(number):
-            async with gate:
-                outcomes[await Client(http_port, grpc_port, longest, random.Random(number)).go()] += 1
+    async with asyncio.TaskGroup() as group:
+        for _ in range(requests):
+            group.create_task(one(numbers.getrandbits(64)))
+    return outcomes
 
-        async with asyncio.TaskGroup() as group:
-            for _ in range(requests):
-                group.create_task(one(numbers.getrandbits(64)))
-        return outcomes
 
-    return asyncio.run(run())
+def soak(server, requests, *, longest, seed=0):
+    """Runs this file; returns a Counter of (kind, outcome)."""
+    arguments = map(str, (server.port, server.grpc_port, requests, longest, seed))
+    done = subprocess.run([sys.executable, __file__, *arguments], capture_output=True, text=True, timeout=900, cwd=pathlib.Path(__file__).parents[2])
+    assert done.returncode == 0, done.stderr[-5000:]
+    return collections.Counter({(kind, outcome): count for kind, outcome, count in json.loads(done.stdout.splitlines()[-1])})
+
+
+if __name__ == "__main__":
+    print(json.dumps([[*key, count] for key, count in asyncio.run(run(*map(int, sys.argv[1:]))).items()]))

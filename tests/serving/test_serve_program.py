@@ -9,6 +9,7 @@ import signal
 import subprocess
 import sys
 
+import jax
 import pytest
 from random_policy import params_of
 
@@ -29,11 +30,18 @@ def start(tmp_path_factory):
     model = ModelConfig("qwen2", tokenizer.vocab_size, layers=1, hidden_size=32, heads=2, kv_heads=1, head_dim=16, mlp_size=48, eos_ids=(1,))
     params = params_of(model)
     params["lm_head"]["kernel"][:, 1] = 0.0
-    export_policy(folder / "policy", model, params, tokenizer)
+    export_policy(folder / "policy", model, jax.tree.map(jax.numpy.asarray, params), tokenizer)
     processes = []
 
     def run(*overrides):
-        settings = (f"model.path={folder / 'policy'}", "rollout.slots=8", "rollout.steps_per_dispatch=2", "cluster.host_devices=1", "serve.port=0")
+        settings = (
+            f"model.path={folder / 'policy'}",
+            "rollout.slots=8",
+            "rollout.steps_per_dispatch=2",
+            "rollout.prefill_chunk=32",
+            "cluster.host_devices=1",
+            "serve.port=0",
+        )
         settings += ("serve.grpc_port=0", f"cluster.compilation_cache={folder / 'cache'}", *overrides)
         command = [sys.executable, str(ROOT / "launch" / "serve.py"), f"--config={ROOT / 'configs' / 'math.py'}", *(f"--config.{s}" for s in settings)]
         environment = {**os.environ, "JAX_PLATFORMS": "cpu", "PYTHONPATH": str(ROOT)}

@@ -99,8 +99,8 @@ def test_equal_seeds_give_equal_samples_whatever_else_runs(server):
         np.testing.assert_allclose(one["logprobs"]["token_logprobs"], two["logprobs"]["token_logprobs"], atol=1e-4)
 
 
-def test_soak(server, wait_until):
+def test_soak(server):
     schedule = server.service.driver.schedule
-    outcomes = check(server, wait_until, REQUESTS, 60, lambda: (schedule.pool.held, schedule.pool.free, len(schedule._free_slots), len(schedule.running)))
+    outcomes = check(server, REQUESTS, 60, lambda: (schedule.pool.held, schedule.pool.free, len(schedule._free_slots), len(schedule.running)))
     assert schedule.pool.held == 0 and schedule.pool.free == PAGES - 1 and sorted(schedule._free_slots) == list(range(SLOTS))
     print(json.dumps({f"{kind} {outcome}": count for (kind, outcome), count in sorted(outcomes.items(), key=str)}), server.service.driver.statistics)
