@@ -145,20 +145,26 @@ def save_policy(config: Config, directory: pathlib.Path, model: ModelConfig, par
 
 
 def make_engines(
-    config: Config, model: ModelConfig, meshes: Meshes, tokenizer: Tokenizer, longest: int, *, temperature: float | None = None
+    config: Config, model: ModelConfig, meshes: Meshes, tokenizer: Tokenizer, longest: int, *, temperature: float | None = None, served: bool = False
 ) -> list[SamplerEngine]:
-    """The sampler's programs, one engine for each place of its data axis; with ``temperature`` those of evaluation: the whole distribution at that."""
+    """The sampler's programs, one engine for each place of its data axis.
+
+    With ``temperature`` those of evaluation: the whole distribution at that; ``served``: each request brings its own, and 'rollout.stop' ends nothing.
+    """
     parts = replica_meshes(meshes.sampler)
+    ends = dict.fromkeys((*model.eos_ids, *(() if served else stop_ids(config, tokenizer))))
+    own = {"per_request": True, "top_logprobs": min(MOST_LOGPROBS["chat"], model.vocab_size)} if served else {}
     try:
         return [
             SamplerEngine(
-                dataclasses.replace(model, eos_ids=tuple(dict.fromkeys((*model.eos_ids, *stop_ids(config, tokenizer))))),
+                dataclasses.replace(model, eos_ids=tuple(ends)),
                 mesh,
                 slots=config.rollout.slots // len(parts),
                 max_length=longest,
                 seed=config.seed,
                 tokenizer=tokenizer,
                 **engine_settings(config, temperature),
+                **own,
             )
             for mesh in parts
         ]
@@ -290,29 +296,24 @@ def load_served(config: Config) -> tuple[Tokenizer, Limits]:
 
 def make_service(config: Config, tokenizer: Tokenizer, model: ModelConfig, params: Any, meshes: Meshes, limits: Limits) -> Service:
     """A sampler for requests of any distribution, compiled; requests that name none have the rollout's."""
-    engine = SamplerEngine(
-        model,
-        meshes.sampler,
-        slots=config.rollout.slots,
-        max_length=limits.max_length,
-        seed=config.seed,
-        tokenizer=tokenizer,
-        per_request=True,
-        top_logprobs=min(MOST_LOGPROBS["chat"], model.vocab_size),
-        **engine_settings(config),
-    )
+    engines = make_engines(config, model, meshes, tokenizer, limits.max_length, served=True)
 
-    def driver(on_progress: Callable[[Any], None]) -> RolloutDriver:
-        made = make_driver(config, engine, WeightUpdate(0, engine.load_params(params)), seed=config.seed, on_progress=on_progress)
+    def sampler(on_progress: Callable[[Any], None]) -> RolloutDriver | Replicas:
+        update = WeightUpdate(0, sampler_params(config, model, meshes, params))
+        made = make_sampler(config, engines, update, seed=config.seed, on_progress=on_progress)
         made.warm_up()
         return made
 
+    def pages(sampler: RolloutDriver | Replicas) -> tuple[int, int]:
+        pools = [driver.schedule.pool for driver in (sampler.drivers if isinstance(sampler, Replicas) else [sampler])]
+        return sum(pool.held for pool in pools), sum(pool.held + pool.free for pool in pools)
+
     s, r = config.serve, config.rollout
     return Service(
-        driver,
+        sampler,
         slots=r.slots,
         max_waiting=s.max_waiting,
         request_timeout_s=s.request_timeout_s,
         sampling=Sampling(r.temperature, r.top_k, r.top_p),
-        pages=lambda driver: (driver.schedule.pool.held, engine.pages - 1),
+        pages=pages,
     )

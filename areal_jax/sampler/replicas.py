@@ -110,6 +110,7 @@ class Replicas:
             self._queue = collections.deque(group for group in kept if group)
             for driver in self.drivers:
                 driver.cancel(gone)
+            self._hand_out()
 
     def partials(self) -> dict[Key, tuple[np.ndarray, np.ndarray, np.ndarray]]:
         """As ``RolloutDriver.partials``."""

@@ -131,8 +131,8 @@ class Service:
     """Runs a driver for requests of any protocol. Made and closed by any thread; ``submit`` and what it returns belong to one event loop.
 
     Args:
-      make_driver: called with the driver's ``on_progress``; gives a ``sampler.driver.RolloutDriver``, or several behind its ``submit``,
-        ``cancel``, ``unfinished`` and ``run_once``.
+      make_driver: called with the driver's ``on_progress``; gives a ``RolloutDriver`` or ``Replicas``, of which it uses
+        ``submit``, ``cancel``, ``run_once`` and ``close``.
       slots: samples that the driver decodes together.
       max_waiting: further samples that may wait.
       request_timeout_s: longest life of a request.
@@ -172,7 +172,13 @@ class Service:
         self._stopped.set()
         if self._thread.ident is not None:
             self._thread.join(timeout_s)
-        return not self._thread.is_alive()
+        if self._thread.is_alive():
+            return False
+        try:
+            self.driver.close(timeout_s)
+        except TimeoutError:
+            return False
+        return True
 
     # In the event loop.
 

@@ -76,6 +76,13 @@ def test_a_group_stays_together_and_goes_where_pages_are_free(replicas_of):
     assert replicas.unfinished == 4 and set(replicas.partials()) == {(g, 1) for g in range(4)}
 
 
+def test_what_waits_is_handed_out_when_what_was_before_it_is_cancelled(replicas_of):
+    replicas, _ = replicas_of()
+    replicas.submit([GenerationRequest(g, s, np.arange(2, 10, dtype=np.int32), 4) for g in range(4) for s in range(2)])
+    replicas.cancel([r.key for driver in replicas.drivers for r in driver.schedule.queue])
+    assert not replicas._queue and sum(len(driver.schedule.queue) for driver in replicas.drivers) == replicas.unfinished == 4
+
+
 def test_an_update_is_told_once_all_replicas_use_it(replicas_of, requests, judge):
     finished, told, threads = [], [], set()
 

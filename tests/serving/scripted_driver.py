@@ -83,3 +83,6 @@ class ScriptedDriver:
             self.on_progress(Progress(0, tuple((new.key, len(new.tokens)) for new in made), tuple(finished), tuple(made)))
         time.sleep(self.pause_s)
         return True
+
+    def close(self, timeout_s):
+        pass

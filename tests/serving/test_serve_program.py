@@ -34,15 +34,8 @@ def start(tmp_path_factory):
     processes = []
 
     def run(*overrides):
-        settings = (
-            f"model.path={folder / 'policy'}",
-            "rollout.slots=8",
-            "rollout.steps_per_dispatch=2",
-            "rollout.prefill_chunk=32",
-            "cluster.host_devices=1",
-            "serve.port=0",
-        )
-        settings += ("serve.grpc_port=0", f"cluster.compilation_cache={folder / 'cache'}", *overrides)
+        settings = (f"model.path={folder / 'policy'}", f"cluster.compilation_cache={folder / 'cache'}", "cluster.host_devices=1", "rollout.slots=8")
+        settings += ("rollout.steps_per_dispatch=2", "rollout.prefill_chunk=32", "serve.port=0", "serve.grpc_port=0", *overrides)
         command = [sys.executable, str(ROOT / "launch" / "serve.py"), f"--config={ROOT / 'configs' / 'math.py'}", *(f"--config.{s}" for s in settings)]
         environment = {**os.environ, "JAX_PLATFORMS": "cpu", "PYTHONPATH": str(ROOT)}
         process = subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
@@ -91,7 +84,7 @@ def test_sigterm_finishes_what_runs_and_refuses_what_comes(start):
 
 
 def test_deadline_of_the_drain_and_a_second_signal_end_at_once(start):
-    process, port = start("serve.drain_s=0.05")
+    process, port = start("serve.drain_s=0.05", "cluster.host_devices=3", "cluster.sampler_devices=2")  # two replicas
     running = begin(port, max_tokens=2000)
     process.send_signal(signal.SIGTERM)
     assert b'"server_shutting_down"' in running.read()
