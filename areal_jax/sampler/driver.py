@@ -136,6 +136,10 @@ class RolloutDriver:
         for request in requests:
             self.check_request(request)
         with self._wake:
+            names = {request.key for request in requests}
+            taken = [request.key for request in requests if request.key in self.schedule]
+            if taken or len(names) < len(requests):
+                raise ValueError(f"requests must have keys of their own; twice or unfinished: {taken or 'in this call'}; cancel the old ones first")
             self.schedule.submit(requests)
             self._wake.notify_all()
 

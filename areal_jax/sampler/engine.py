@@ -88,7 +88,7 @@ class SamplerEngine(JetStreamMethods, jetstream.Engine):
         self.model, self._mesh, self.steps, self.seed, self._tokenizer = model, mesh, steps, seed, tokenizer
         self._slots, self.max_length, self.page_size, self._attention = slots, max_length, page_size, attention
         self.sequence_pages = -(-max_length // page_size)
-        self.pages = pages or slots * self.sequence_pages + 1
+        self.pages = pages or max(slots * self.sequence_pages + 1, self.sequence_pages + 2)
         if self.pages <= self.sequence_pages + 1:
             raise ValueError(
                 f"the cache's pages must exceed the {self.sequence_pages + 1} that one sequence of {max_length} tokens may need in pages of {page_size}; "

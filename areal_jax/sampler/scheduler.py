@@ -58,6 +58,10 @@ class Scheduler:
         self._copies: list[tuple[SharedPrompt, Sequence]] = []
         self._admitted = 0
 
+    def __contains__(self, key: object) -> bool:
+        """Whether a request of this key is queued or in a slot."""
+        return key in self.running or (isinstance(key, tuple) and key[0] in self._queued and any(r.key == key for r in self.queue))
+
     # Requests come and go.
 
     def submit(self, requests: Iterable[GenerationRequest]) -> None:

@@ -45,7 +45,7 @@ def engine_of(model):
 
     @functools.cache
     def make(mesh=(1, 1, 1), model=model, **options):
-        options = {"slots": 4, "max_length": LENGTH, "page_size": 4, "prefill_chunk": 256, "steps": 4, "temperature": 0.9} | options
+        options = {"slots": 4, "max_length": LENGTH, "page_size": 4, "prefill_chunk": 128, "steps": 4, "temperature": 0.9} | options
         axes = dict(zip(("data", "fsdp", "tensor"), mesh, strict=True))
         return SamplerEngine(model, build_mesh(jax.devices()[: int(np.prod(mesh))], **axes), **options)
 

@@ -177,6 +177,17 @@ def test_requests_that_cannot_run_are_refused(engine_of, driver_of):
         with pytest.raises(ValueError, match=reason):
             driver.submit([GenerationRequest(0, 0, prompt, 3), request])
     assert driver.unfinished == 0, "a refused call must queue nothing"
+    one, other = GenerationRequest(1, 0, prompt, 3), GenerationRequest(1, 1, prompt, 3)
+    with pytest.raises(ValueError, match="in this call"):
+        driver.submit([one, one])
+    driver.submit([one])
+    for _ in range(2):  # queued, then in a slot
+        with pytest.raises(ValueError, match=r"unfinished: \[\(1, 0\)\]"):
+            driver.submit([other, one])
+        assert driver.unfinished == 1
+        driver.run_once(0.0)
+    driver.cancel([one.key])
+    driver.submit([other, one])
 
 
 def test_run_until_done_says_what_is_unfinished(engine_of, driver_of, requests):
