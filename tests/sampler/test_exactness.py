@@ -15,34 +15,38 @@ LENGTH = 72
 PROMPTS = (1, 2, 5, 9, 16, 17, 33, 34, 48, 50)
 SAMPLES = 3
 ENGINES = {
-    "one step": {"slots": 3, "page_size": 4, "prefill_chunk": 32, "steps": 1, "pages": 22},
-    "sixteen steps": {"slots": 6, "page_size": 16, "prefill_chunk": 64, "steps": 16, "pages": 10},
-    "odd pages": {"slots": 9, "page_size": 5, "prefill_chunk": 32, "steps": 4, "pages": 27},
-    "pages of one token": {"slots": 4, "page_size": 1, "prefill_chunk": 96, "steps": 3, "pages": 120},
-    "many slots": {"slots": 16, "page_size": 8, "prefill_chunk": 32, "steps": 5, "pages": 40},
-    "two devices": {"slots": 5, "page_size": 4, "prefill_chunk": 32, "steps": 4, "pages": 40, "mesh": (1, 1, 2)},
-    "per request": {"slots": 5, "page_size": 8, "prefill_chunk": 32, "steps": 4, "pages": 18, "per_request": True},
+    "one step": {"slots": 3, "page_size": 4, "prefill_chunk": 32, "steps": 1, "pages": 20},
+    "sixteen steps": {"slots": 6, "page_size": 16, "prefill_chunk": 64, "steps": 16, "pages": 7},
+    "odd pages": {"slots": 8, "page_size": 5, "prefill_chunk": 32, "steps": 4, "pages": 18},
+    "two devices": {"slots": 5, "page_size": 1, "prefill_chunk": 32, "steps": 3, "pages": 74, "mesh": (1, 1, 2)},
+    "per request": {"slots": 5, "page_size": 8, "prefill_chunk": 32, "steps": 4, "pages": 12, "per_request": True},
 }
-"""All but for the per-request one sample alike; none has pages for all its slots."""
+"""None has pages for more than one sequence of the longest kind."""
 
 
 @pytest.fixture(scope="module")
-def engines(engine_of):
-    return {name: engine_of(max_length=LENGTH, **options) for name, options in ENGINES.items()}
+def lasting(model):
+    """The policy with a rare end token, so that sequences grow out of their pages."""
+    return dataclasses.replace(model, eos_ids=(7,))
 
 
 @pytest.fixture(scope="module")
-def alone(engine_of, driver_of, run):
+def engines(engine_of, lasting):
+    return {name: engine_of(model=lasting, max_length=LENGTH, **options) for name, options in ENGINES.items()}
+
+
+@pytest.fixture(scope="module")
+def alone(engine_of, driver_of, run, lasting):
     """Every request and what it is on its own: each alone in an engine that has pages for everything, prefilled at once."""
     random = np.random.default_rng(11)
     prompts = [random.integers(2, 40, n).astype(np.int32) for n in PROMPTS]
     requests = [GenerationRequest(70 + g, s, prompt, 8 + (5 * g + 3 * s) % 15) for g, prompt in enumerate(prompts) for s in range(SAMPLES)]
-    driver = driver_of(engine_of(max_length=LENGTH, slots=2))
+    driver = driver_of(engine_of(model=lasting, max_length=LENGTH, slots=2))
     results = {}
     for request in requests:
         results |= run(driver, [request])
     assert driver.statistics.preemptions == 0
-    assert {t.truncated for t in results.values()} == {True, False} and max(t.length for t in results.values()) >= 16
+    assert {t.truncated for t in results.values()} == {True, False} and max(t.length for t in results.values()) > 16
     return requests, results
 
 
@@ -108,7 +112,7 @@ def runs(draw):
     }
 
 
-@settings(max_examples=60, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
+@settings(max_examples=200, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
 @given(plan=runs())
 def test_any_run_of_a_request_is_as_alone(engines, alone, driver_of, run, update_of, plan):
     """Drawn: the engine, who else is there, limits, what was generated before, who comes in which round, who is taken out and put in again."""
@@ -173,9 +177,9 @@ def test_logprobs_of_shared_preempted_and_resumed_ones_are_the_trainers(crowds, 
     assert difference <= 1e-5, f"{difference:.2e}"
 
 
-def test_bfloat16_differs_from_the_trainer_by_its_rounding(model, engine_of, driver_of, run, alone, host_params, trainers, record_property):
+def test_bfloat16_differs_from_the_trainer_by_its_rounding(lasting, engine_of, driver_of, run, alone, host_params, trainers, record_property):
     """Sampler and trainer round at other places: the log-probs differ, by little, and not in one direction."""
-    half = dataclasses.replace(model, dtype="bfloat16")
+    half = dataclasses.replace(lasting, dtype="bfloat16")
     engine = engine_of(model=half, max_length=LENGTH, dtype="bfloat16", **ENGINES["odd pages"])
     got = run(driver_of(engine), alone[0])
     trajectories = [got[key] for key in sorted(got)]
@@ -187,12 +191,12 @@ def test_bfloat16_differs_from_the_trainer_by_its_rounding(model, engine_of, dri
     assert 1e-5 < largest < 0.15 and abs(mean) < 0.01, f"largest {largest:.2e}, mean {mean:.2e}"
 
 
-@pytest.mark.parametrize("sampling", [Sampling(0.0), Sampling(0.7, 5, 0.9), Sampling(1.3, 0, 0.8)], ids=str)
-def test_a_requests_own_distribution_is_that_of_an_engine(engines, alone, engine_of, driver_of, run, sampling):
+@pytest.mark.parametrize("sampling", [Sampling(0.0), Sampling(0.7, 5, 0.9)], ids=str)
+def test_a_requests_own_distribution_is_that_of_an_engine(engines, alone, lasting, engine_of, driver_of, run, sampling):
     """Beside requests of other distributions."""
     static = {"temperature": sampling.temperature, "top_k": sampling.top_k, "top_p": sampling.top_p}
     requests = alone[0][::4]
-    wanted = run(driver_of(engine_of(max_length=LENGTH, slots=8, prefill_chunk=32, **static)), requests)
+    wanted = run(driver_of(engine_of(model=lasting, max_length=LENGTH, slots=8, prefill_chunk=32, **static)), requests)
     others = [dataclasses.replace(r, sampling=Sampling(0.4 + i / 4, i % 3, 1.0 - i % 2 / 4)) for i, r in enumerate(alone[0][1::4])]
     mixed = [r for pair in zip([dataclasses.replace(r, sampling=sampling) for r in requests], others, strict=False) for r in pair]
     got = run(driver_of(engines["per request"]), mixed)
