@@ -196,8 +196,7 @@ class RolloutDriver:
         """One round: update, admission, prefill, dispatch. Returns False after an idle wait of at most ``wait_s``."""
         self._take_update()
         with self._lock:
-            if self._pending is None or self.interruptible:
-                self.schedule.admit()
+            self.schedule.admit(begin=self._pending is None or self.interruptible)
         self._prefill()
         if not self._dispatch() and not self._on_the_way:
             start = time.monotonic()
@@ -222,7 +221,7 @@ class RolloutDriver:
 
     def _take_update(self) -> None:
         with self._lock:
-            if self._pending is None or (self.schedule.running and not self.interruptible):
+            if self._pending is None or (not self.interruptible and (self.schedule.running or self.schedule.preempted)):
                 return
         start = time.monotonic()
         self._collect()

@@ -44,6 +44,9 @@ class Scheduler:
       pages: of the cache, the scrap page included.
       page_size: tokens of a page.
       share: the samples of a group share their prompt's pages.
+
+    Attributes:
+      preempted: the keys of the queue's head that were in a slot before.
     """
 
     def __init__(self, slots: int, pages: int, page_size: int, share: bool = True):
@@ -51,6 +54,7 @@ class Scheduler:
         self.queue: collections.deque[GenerationRequest] = collections.deque()
         self.running: dict[Key, Sequence] = {}
         self.preemptions = 0
+        self.preempted: set[Key] = set()
         self._free_slots = list(range(slots - 1, -1, -1))
         self._queued: collections.Counter[int] = collections.Counter()
         self._prompts: list[SharedPrompt] = []
@@ -90,10 +94,12 @@ class Scheduler:
             sequence.prompt.users -= 1
             self._forget_if_idle(sequence.prompt)
 
-    def admit(self) -> None:
-        """Gives slots and pages to queued requests, first come first served."""
+    def admit(self, begin: bool = True) -> None:
+        """Gives slots and pages to queued requests, first come first served; without ``begin`` to preempted ones alone."""
         while self.queue and self._free_slots:
             request = self.queue[0]
+            if not begin and request.key not in self.preempted:
+                return
             length, given = len(request.prompt_tokens) + len(request.tokens), len(request.prompt_tokens)
             prompt = self._prompt_of(request)
             new = self._share and prompt is None and given > 1 and self._queued[request.group_id] > 1
@@ -225,6 +231,7 @@ class Scheduler:
         return -(-tokens // self.page_size)
 
     def _unqueue(self, request: GenerationRequest) -> None:
+        self.preempted.discard(request.key)
         self._queued[request.group_id] -= 1
         if not self._queued[request.group_id]:
             del self._queued[request.group_id]
@@ -274,5 +281,6 @@ class Scheduler:
         self.preemptions += 1
         request = sequence.resumable()
         self.queue.appendleft(request)
+        self.preempted.add(request.key)
         self._queued[request.group_id] += 1
         self.leave(sequence)

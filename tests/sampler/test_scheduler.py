@@ -87,14 +87,15 @@ class World:
         for page in pages:
             assert all(owner is sequence for owner in self.owners(page)), f"page {page} is written by a sequence and held by another"
 
-    def watched_admit(self):
+    def watched_admit(self, begin):
         before = list(self.schedule.queue)
         idle = not self.schedule.running
-        running = set(self.schedule.running)
-        self.admit()
+        running, preempted = set(self.schedule.running), set(self.schedule.preempted)
+        self.admit(begin)
         new = [key for key in self.schedule.running if key not in running]
         assert [r.key for r in before] == new + [r.key for r in self.schedule.queue], "admission must be first come first served"
-        assert new or not before or not idle, "with nothing running the first one fits"
+        assert new or not before or not idle or not begin, "with nothing running the first one fits"
+        assert begin or preempted.issuperset(new), "nobody begins while an update waits"
         orders = [s.order for s in self.schedule.running.values()]
         assert sorted(orders) == orders
         self.admitted |= dict.fromkeys(new, self.driver.version)
@@ -147,6 +148,7 @@ class World:
         assert schedule.pool.free + schedule.pool.held == self.engine.pages - 1 and not wanted[0]
         slots = [s.slot for s in schedule.running.values()]
         assert sorted(slots + schedule._free_slots) == list(range(self.plan.slots))
+        assert {r.key for r in list(schedule.queue)[: len(schedule.preempted)]} == schedule.preempted
         assert schedule._queued == collections.Counter(r.group_id for r in schedule.queue)
         users = collections.Counter(id(s.prompt) for s in schedule.running.values() if s.prompt is not None)
         assert all(prompt.users == users[id(prompt)] for prompt in schedule._prompts)
@@ -290,6 +292,13 @@ def test_preemption_is_constant_in_a_small_pool(share, kv_on_update):
     world = World(fixed(share=share, kv_on_update=kv_on_update))
     world.go()
     assert world.driver.statistics.preemptions >= 8 and world.driver.statistics.updates == 3
+
+
+def test_preempted_requests_too_are_finished_before_an_update_that_interrupts_nobody():
+    world = World(fixed(interruptible=False))
+    world.go()
+    assert world.driver.statistics.preemptions >= 8 and world.driver.statistics.interrupts == 0
+    assert {int(v) for t in world.finished.values() for v in t.versions} > {0}
 
 
 def test_a_shared_prompt_is_computed_once_and_held_once():
