@@ -133,9 +133,9 @@ FIELDS: dict[str, Any] = {
         "interruptible": F(True, "take new weights in the middle of generations; False: wait for the running ones"),
         "kv_on_update": F("recompute", "KV cache of unfinished sequences at a weight update", choices=("recompute", "keep")),
         "max_concurrent_groups": F(None, "most groups being generated at once; None: as many as η admits", kind=int, minimum=1, optional=True),
-        "page_size": F(16, "tokens of a page of the KV cache", minimum=1),
+        "page_size": F(32, "tokens of a page of the KV cache", minimum=1),
         "kv_pages": F(0, "pages of a sampler's KV cache; 0: so many that all slots hold the longest sequence; fewer: what runs out is preempted", minimum=0),
-        "prefill_chunk": F(512, "most tokens that are prefilled between two dispatches, a multiple of 32", minimum=32),
+        "prefill_chunk": F(512, "most tokens that are prefilled between two dispatches, a multiple of 16", minimum=16),
         "wait_timeout_s": F(600.0, "longest wait for a batch or an evaluation before the run stops and says what it waited for", above=0.0),
     },
     "trainer": {

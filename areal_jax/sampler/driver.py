@@ -32,6 +32,8 @@ from areal_jax.types import GenerationRequest, NewTokens, Sampling, Trajectory, 
 Key = tuple[int, int]
 AHEAD = 1
 """Dispatches that are enqueued while an earlier one's tokens are fetched."""
+FILLING_STEPS = 2
+"""Steps of a dispatch while sequences wait for their prompts to be prefilled."""
 FINISHED_SHARE = 16
 """With requests waiting a dispatch ends once one slot in so many has finished."""
 
@@ -314,7 +316,7 @@ class RolloutDriver:
         with self._lock:
             rows = self.schedule.decoding()
             current, slots = self._current, self.engine.max_concurrent_decodes
-            waiting = bool(self.schedule.queue)
+            waiting, filling = bool(self.schedule.queue), self.schedule.filling
             self.statistics.kv_pages_used = self.schedule.pool.held
             if rows:
                 size = next(n for n in self.engine.row_buckets if n >= len(rows))
@@ -323,9 +325,12 @@ class RolloutDriver:
                     numbers[row] = s.slot
                     tables[row, : len(s.pages)] = s.pages
         if rows:
-            stop_below = len(rows) - max(1, slots // FINISHED_SHARE) + 1 if waiting else 1
+            # It ends once its slots are of use to those who wait, or once fewer rows do as well.
+            smaller = max((n for n in self.engine.row_buckets if n < size), default=0)
+            stop_below = len(rows) - max(1, slots // FINISHED_SHARE) + 1 if waiting else smaller + 1
+            steps = FILLING_STEPS if filling else self.engine.steps
             start = time.monotonic()
-            self._state, chunk = self.engine.decode(current.params, self._state, numbers, tables, max(1, stop_below))
+            self._state, chunk = self.engine.decode(current.params, self._state, numbers, tables, steps=min(steps, self.engine.steps), stop_below=stop_below)
             self._on_the_way.append(_Dispatch(rows, current.version, chunk, start))
         self._collect(AHEAD if rows else 0)
         return bool(rows)

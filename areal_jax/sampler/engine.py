@@ -34,10 +34,10 @@ from areal_jax.sampler.state import Blocks, Chunk, DecodeState, Insertion
 
 DISPATCH = threading.Lock()
 """Held while a program is enqueued: programs with collectives must come in one order on all devices."""
-BLOCK = 32
+BLOCK = 16
 """Tokens of a sequence that one row of a prefill computes."""
-FEWEST_ROWS = 8
-"""Decoding is not compiled for fewer rows."""
+FEWEST_ROWS, FEWEST_BLOCKS = 8, 4
+"""Decoding is not compiled for fewer rows, prefill not for fewer blocks."""
 
 
 class SamplerEngine(JetStreamMethods, jetstream.Engine):
@@ -71,7 +71,7 @@ class SamplerEngine(JetStreamMethods, jetstream.Engine):
         *,
         slots: int,
         max_length: int,
-        page_size: int = 16,
+        page_size: int = 32,
         pages: int = 0,
         prefill_chunk: int = 512,
         steps: int = 8,
@@ -96,8 +96,9 @@ class SamplerEngine(JetStreamMethods, jetstream.Engine):
             )
         if prefill_chunk % BLOCK or prefill_chunk < BLOCK:
             raise ValueError(f"prefill_chunk must be a multiple of {BLOCK}; got {prefill_chunk}")
-        self.block_buckets = _halvings(prefill_chunk // BLOCK, 1, 4)
-        self.row_buckets = _halvings(slots, FEWEST_ROWS, 2)
+        cpu = mesh.devices.flat[0].platform == "cpu"
+        self.block_buckets = _parts(prefill_chunk // BLOCK, FEWEST_BLOCKS, 2 if cpu else 4)
+        self.row_buckets = _parts(slots, FEWEST_ROWS, 2 if cpu else 4)
         self._sampling, self.per_request, self.top_logprobs = (temperature, top_k, top_p), per_request, top_logprobs
         self.param_shardings = named_shardings(mesh, param_specs(model), param_shapes(model))
         self.param_dtype = jnp.dtype(dtype)
@@ -156,8 +157,8 @@ class SamplerEngine(JetStreamMethods, jetstream.Engine):
 
     def lower_decode(self) -> jax.stages.Lowered:
         """The program of ``decode`` for all slots, from shapes alone."""
-        rows, table, stop = (jax.ShapeDtypeStruct(shape, jnp.int32) for shape in ((self._slots,), (self._slots, self.sequence_pages), ()))
-        return self._decode[self.steps].lower(self.abstract_params(), self.abstract_state(), rows, table, stop)
+        rows, table, bounds = (jax.ShapeDtypeStruct(shape, jnp.int32) for shape in ((self._slots,), (self._slots, self.sequence_pages), (2,)))
+        return self._decode[self.steps].lower(self.abstract_params(), self.abstract_state(), rows, table, bounds)
 
     def lower_prefill(self) -> jax.stages.Lowered:
         """The largest program of ``prefill``, from shapes alone."""
@@ -207,7 +208,9 @@ class SamplerEngine(JetStreamMethods, jetstream.Engine):
         with DISPATCH:
             return self._enter(state, insertion, np.uint32(seed))
 
-    def decode(self, params: Any, state: DecodeState, rows: np.ndarray, tables: np.ndarray, stop_below: int = 1) -> tuple[DecodeState, Chunk]:
+    def decode(
+        self, params: Any, state: DecodeState, rows: np.ndarray, tables: np.ndarray, *, steps: int | None = None, stop_below: int = 1
+    ) -> tuple[DecodeState, Chunk]:
         """Up to K decode steps of some slots.
 
         Args:
@@ -215,10 +218,11 @@ class SamplerEngine(JetStreamMethods, jetstream.Engine):
           state: donated.
           rows: int32, as many as one of ``row_buckets``: the slots, those out of range unused; with neighbours of like length it costs least.
           tables: int32 [rows, pages of the longest sequence], with pages for the K tokens to come.
+          steps: at most so many; None: K.
           stop_below: it ends early once fewer of the rows than this are live (at least 1).
         """
         with DISPATCH:
-            return self._decode[self.steps](params, state, rows, tables, np.int32(stop_below))
+            return self._decode[self.steps](params, state, rows, tables, np.array([steps or self.steps, max(1, stop_below)], np.int32))
 
     def free_resource(self, state: DecodeState, slots: np.ndarray) -> DecodeState:
         """The state with slots marked by bool [slots] not live any more."""
@@ -244,9 +248,7 @@ class SamplerEngine(JetStreamMethods, jetstream.Engine):
         self._cached(params, keys, values, blocks.tokens, blocks.tables, blocks.starts, blocks.counts)
         return dataclasses.replace(state, keys=tuple(keys), values=tuple(values))
 
-    def _decode_body(
-        self, params: Any, state: DecodeState, rows: jax.Array, tables: jax.Array, stop_below: jax.Array, *, steps: int
-    ) -> tuple[DecodeState, Chunk]:
+    def _decode_body(self, params: Any, state: DecodeState, rows: jax.Array, tables: jax.Array, bounds: jax.Array, *, steps: int) -> tuple[DecodeState, Chunk]:
         policy = bind(self.model, params)
         eos = jnp.asarray(self.model.eos_ids, jnp.int32)
 
@@ -277,7 +279,7 @@ class SamplerEngine(JetStreamMethods, jetstream.Engine):
         before = mine(state.counts)
         live = mine(state.live) & (rows < self._slots)
         carry = (jnp.int32(0), state.keys, state.values, mine(state.tokens), mine(state.positions), before, live, made)
-        carry = jax.lax.while_loop(lambda c: (c[0] < steps) & (jnp.sum(c[6]) >= jnp.maximum(1, stop_below)), step, carry)
+        carry = jax.lax.while_loop(lambda c: (c[0] < bounds[0]) & (jnp.sum(c[6]) >= bounds[1]), step, carry)
         _, keys, values, tokens, positions, counts, live, made = carry
         state = dataclasses.replace(
             state,
@@ -319,8 +321,8 @@ def _bits(x: jax.Array) -> jax.Array:
     return jax.lax.bitcast_convert_type(x, jnp.int32)
 
 
-def _halvings(most: int, least: int, factor: int) -> tuple[int, ...]:
-    """most, most / factor, … down to ``least``, rising."""
+def _parts(most: int, least: int, factor: int) -> tuple[int, ...]:
+    """``most`` divided by the factor again and again, down to ``least``; rising."""
     sizes = [most]
     while sizes[0] > least:
         sizes.insert(0, max(least, -(-sizes[0] // factor)))

@@ -93,7 +93,7 @@ class JetStreamMethods:
 
     def generate(self, params: Any, decode_state: DecodeState) -> tuple[DecodeState, jetstream.ResultTokens]:
         """JetStream: one decode step of all slots."""
-        state, chunk = self._decode[1](params, decode_state, *self._every, np.int32(1))
+        state, chunk = self._decode[1](params, decode_state, *self._every, np.ones(2, np.int32))
         data = jnp.stack([chunk.data[:, 2], chunk.data[:, 0], state.counts], 1)
         return state, jetstream.ResultTokens(data=data, tokens_idx=(0, 1), valid_idx=(1, 2), length_idx=(2, 3), samples_per_slot=1)
 

@@ -170,6 +170,11 @@ class Scheduler:
         """Whether sequences that are decoded wait for their pages to be filled again."""
         return any(s.entered and s.filled < s.length - 1 for s in self.running.values())
 
+    @property
+    def filling(self) -> bool:
+        """Whether sequences in slots wait for their pages to be filled."""
+        return any(not s.entered for s in self.running.values())
+
     def entering(self) -> list[Sequence]:
         """The sequences whose pages are filled and which the engine does not know yet; they count as entered from here on."""
         new = [s for s in self.running.values() if not s.entered and s.filled == s.length - 1]

@@ -119,11 +119,11 @@ def test_cancel_in_the_middle_of_a_dispatch(engine_of, driver_of, run, requests,
     engine = engine_of()
     driver, original, calls = driver_of(engine), engine.decode, []
 
-    def decode(params, *rest):
+    def decode(params, *rest, **bounds):
         calls.append(0)
         if len(calls) == 2:
             driver.cancel([requests[1].key])
-        return original(params, *rest)
+        return original(params, *rest, **bounds)
 
     monkeypatch.setattr(engine, "decode", decode)
     same(run(driver, requests), {key: t for key, t in plain.items() if key != requests[1].key})

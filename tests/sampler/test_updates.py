@@ -81,11 +81,11 @@ def test_publish_during_a_dispatch_does_not_relabel_its_tokens(engine_of, driver
     engine = engine_of()
     driver, original, calls = driver_of(engine), engine.decode, []
 
-    def decode(params, *rest):
+    def decode(params, *rest, **bounds):
         calls.append(driver.version)
         if len(calls) in (2, 3):
             driver.publish(update_of(engine, len(calls) + 1))
-        return original(params, *rest)
+        return original(params, *rest, **bounds)
 
     monkeypatch.setattr(engine, "decode", decode)
     finished = run(driver, requests[:4])
