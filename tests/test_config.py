@@ -297,7 +297,7 @@ def test_batch_that_the_devices_cannot_share_names_the_numbers():
     config = validate(changed(trainer__micro_batch_rows=3, cluster__trainer_devices=4, cluster__sampler_devices=1))
     with pytest.raises(ConfigError, match=r"'trainer\.micro_batch_rows'.*4 data-parallel shards; got 3"):
         check_devices(config, 8)
-    with pytest.raises(ConfigError, match=r"'rollout\.slots'.*3 data-parallel shards; got 64"):
+    with pytest.raises(ConfigError, match=r"'rollout\.slots'.*3 replicas.*; got 64"):
         check_devices(validate(changed(cluster__sampler_devices=3, cluster__trainer_devices=4)), 8)
     put(config, "trainer.micro_batch_rows", 4)
     check_devices(config, 8)
