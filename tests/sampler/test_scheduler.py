@@ -313,6 +313,13 @@ def test_a_shared_prompt_is_computed_once_and_held_once():
         world.go()
 
 
+def test_a_prompts_last_page_is_kept_for_samples_that_wait_for_a_slot():
+    """6 tokens in pages of 4: the second page is copied for each of three samples, one after another, and computed once."""
+    world = World(fixed(page_size=4, slots=1, pages=40, groups=fixed().groups[:1], actions=[]))
+    world.go()
+    assert world.driver.statistics.prefill_tokens == 6
+
+
 def test_a_pool_gives_a_page_to_one_holder_and_takes_it_back_from_the_last():
     pool = PagePool(5)
     pages = pool.take(3)
