@@ -169,7 +169,7 @@ def _likeliest(logits: jax.Array, count: int) -> tuple[jax.Array, jax.Array]:
     They lie in the ``count`` blocks of largest maxima: each of these holds a value at least as large as any outside, and of equal maxima ``top_k`` takes the
     lower block. The blocks are searched in order of ids.
     """
-    maxima, padded = block_maxima(logits, LEADERS)
+    maxima, padded = block_maxima(jnp.where(logits == 0.0, 0.0, logits), LEADERS)  # top_k orders −0 below 0
     blocks = jnp.sort(jax.lax.top_k(maxima, min(count, maxima.shape[-1]))[1], -1)
     candidates = jnp.take_along_axis(padded, blocks[:, :, None], 1)
     values, places = jax.lax.top_k(candidates.reshape(logits.shape[0], -1), count)

@@ -70,8 +70,9 @@ def _ordered(values: jax.Array) -> jax.Array:
 
 
 def _value(ordered: jax.Array) -> jax.Array:
-    """The float32 whose ordered image this is."""
-    return jax.lax.bitcast_convert_type(jnp.where(ordered < 0, ordered ^ 0x7FFFFFFF, ordered), jnp.float32)
+    """The float32 whose ordered image this is; 0 for a subnormal, which some devices compare as 0."""
+    value = jax.lax.bitcast_convert_type(jnp.where(ordered < 0, ordered ^ 0x7FFFFFFF, ordered), jnp.float32)
+    return jnp.where(jnp.abs(value) < jnp.finfo(jnp.float32).tiny, 0.0, value)
 
 
 def _by_rows(search: Callable[..., jax.Array], values: jax.Array, *arguments: jax.Array) -> jax.Array:

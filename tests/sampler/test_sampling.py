@@ -7,10 +7,13 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from areal_jax.sampler.sampling import _first_beyond, inverse_cdf, request_keys, sample, uniforms
+from areal_jax.sampler.sampling import BLOCK, LEADERS, _first_beyond, inverse_cdf, raw_logprobs, request_keys, sample, sample_rows, uniforms
 
 DRAWS = 40_000
+LARGE = 49_152
 draw = jax.jit(sample, static_argnums=(2, 3, 4))
+draw_rows = jax.jit(sample_rows)
+LAST = np.float32(1.0 - 2.0**-24)
 
 
 def reference(logits, temperature=1.0, top_k=0, top_p=1.0):
@@ -151,3 +154,121 @@ def test_random_numbers_are_a_function_of_seed_group_sample_and_token():
     grid = np.asarray(numbers(np.uint32(5), g, s, t))
     assert len(np.unique(grid)) > 0.999 * len(grid)
     assert grid.min() >= 0.0 and grid.max() < 1.0 and abs(grid.mean() - 0.5) < 0.02
+
+
+def large_logits():
+    return 2.0 * np.random.default_rng(1).standard_normal(LARGE).astype(np.float32)
+
+
+@pytest.mark.parametrize("options", [{}, {"temperature": 0.7}, {"top_k": 50}, {"top_p": 0.9}, {"temperature": 1.2, "top_k": 2000, "top_p": 0.8}], ids=str)
+def test_draws_from_a_large_vocabulary_follow_the_distribution(options):
+    """Rare tokens are pooled in order of probability, so that every cell expects enough draws for its χ²."""
+    logits, wanted = large_logits(), reference(large_logits(), **options)
+    parameters = [options.get("temperature", 1.0), options.get("top_k", 0), options.get("top_p", 1.0)]
+    numbers = jax.random.uniform(jax.random.key(3), (DRAWS,))
+    token, logprob = jax.jit(jax.vmap(lambda u: sample(logits[None], u[None], *parameters)))(numbers)
+    token, logprob = np.asarray(token)[:, 0], np.asarray(logprob)[:, 0]
+    assert np.all(wanted[token] > 0)
+    np.testing.assert_allclose(logprob, np.log(wanted[token]), atol=4e-6, rtol=2e-6)
+    order = np.argsort(wanted, kind="stable")
+    cell = np.empty(LARGE, np.int64)
+    cell[order] = np.cumsum(wanted[order] * DRAWS) // 40
+    assert cell.max() >= 20
+    pooled = np.bincount(cell, wanted)
+    counts = np.bincount(cell[token], minlength=len(pooled))
+    assert abs(chi_square(counts, pooled)) < 4.5
+    places = np.bincount(token // (LARGE // 16), minlength=16)  # where in the vocabulary, so that a block drawn wrongly shows
+    assert abs(chi_square(places, wanted.reshape(16, -1).sum(-1))) < 4.5
+
+
+MIXED = [(1.0, 0, 1.0), (0.7, 0, 1.0), (0.0, 0, 1.0), (1.3, 7, 1.0), (1.0, 0, 0.8), (0.9, 20, 0.6), (0.0, 3, 0.5), (1.0, 10**6, 1.0), (2.0, 1, 1e-6)]
+
+
+def rows_of(vocabulary, rows, seed=0):
+    random = np.random.default_rng(seed)
+    return 2.5 * random.standard_normal((rows, vocabulary)).astype(np.float32), random.random(rows).astype(np.float32)
+
+
+@pytest.mark.parametrize("vocabulary", [48, 5000])
+def test_every_row_has_its_own_parameters(vocabulary):
+    """Row by row what the program of these parameters alone returns."""
+    rows = 4 * len(MIXED)
+    logits, numbers = rows_of(vocabulary, rows)
+    temperature, top_k, top_p = (np.resize(np.array(x, t), rows) for x, t in zip(zip(*MIXED, strict=True), (np.float32, np.int32, np.float32), strict=True))
+    token, logprob = draw_rows(logits, numbers, temperature, top_k, top_p)
+    for n, parameters in enumerate(MIXED):
+        picked = slice(n, rows, len(MIXED))
+        alone = draw(logits[picked], numbers[picked], *parameters)
+        np.testing.assert_array_equal(np.asarray(token)[picked], alone[0])
+        np.testing.assert_allclose(np.asarray(logprob)[picked], alone[1], atol=1e-6, rtol=1e-6)
+
+
+@pytest.mark.parametrize("vocabulary", [48, 700, 5000])
+def test_a_draw_does_not_know_its_batch(vocabulary):
+    """Bit for bit: the same rows alone, in another order, among others, in batches of other sizes."""
+    logits, numbers = rows_of(vocabulary, 24)
+    columns = [np.resize(np.array(x, t), 24) for x, t in zip(zip(*MIXED, strict=True), (np.float32, np.int32, np.float32), strict=True)]
+    programs = [lambda *rows, p=p: draw(*rows[:2], *p) for p in [(0.8, 0, 1.0), (1.0, 9, 1.0), (1.0, 0, 0.7), (0.0, 0, 1.0)]]
+    for program in [draw_rows, *programs]:
+        together = [np.asarray(x) for x in program(logits, numbers, *columns)]
+        for picked in [*([n] for n in range(9)), [5, 0, 4], list(range(23, -1, -1)), [3, 3, 3, 8, 1]]:
+            some = program(logits[picked], numbers[picked], *(x[picked] for x in columns))
+            for whole, part in zip(together, some, strict=True):
+                np.testing.assert_array_equal(whole[picked].view(np.int32), np.asarray(part).view(np.int32))
+
+
+@pytest.mark.parametrize("vocabulary", [48, 5000])
+def test_extreme_uniforms_draw_the_first_and_the_last_kept_token(vocabulary):
+    logits, _ = rows_of(vocabulary, 6)
+    logits[:, 0] = logits[:, -1] = logits.max(-1)  # the last has mass enough for the largest uniform to reach it
+    logits[3, :5] = -np.inf
+    for parameters in [(1.0, 0, 1.0), (0.8, 20, 0.9)]:
+        wanted = np.array([reference(row, *parameters) for row in logits]) > 0
+        columns = [np.full(6, x, t) for x, t in zip(parameters, (np.float32, np.int32, np.float32), strict=True)]
+        for number, index in [(np.float32(0), wanted.argmax(-1)), (LAST, vocabulary - 1 - wanted[:, ::-1].argmax(-1))]:
+            numbers = np.full(6, number)
+            np.testing.assert_array_equal(draw(logits, numbers, *parameters)[0], index)
+            np.testing.assert_array_equal(draw_rows(logits, numbers, *columns)[0], index)
+
+
+def test_greedy_takes_the_first_of_equal_tokens():
+    logits = np.zeros((3, 1000), np.float32)
+    logits[0, [700, 301, 999]] = 5.0
+    logits[1, [999, 998]] = 1e-20
+    columns = np.zeros(3, np.float32), np.zeros(3, np.int32), np.ones(3, np.float32)
+    for token, logprob in [draw(logits, np.full(3, LAST), 0.0, 0, 1.0), draw_rows(logits, np.full(3, LAST), *columns)]:
+        np.testing.assert_array_equal(token, [301, 998, 0])
+        np.testing.assert_array_equal(logprob, np.zeros(3))
+
+
+@pytest.mark.parametrize("vocabulary", [30, LEADERS * 40, LEADERS * 40 + 9])
+@pytest.mark.parametrize("count", [0, 5, 20])
+@pytest.mark.parametrize("step", [0.0, 1.0], ids=["distinct", "tied"])
+def test_raw_logprobs_of_the_chosen_and_the_likeliest(vocabulary, count, step):
+    logits, _ = rows_of(vocabulary, 8)
+    logits = np.round(logits / step) * np.float32(step) if step else logits
+    logits[2, :] = 1.0
+    logits[3, 4:] = -np.inf
+    tokens = np.arange(8, dtype=np.int32) * (vocabulary // 9) % vocabulary
+    tokens[3] = 2
+    chosen, ids, values = jax.jit(raw_logprobs, static_argnums=2)(logits, tokens, count)
+    exact = logits.astype(np.float64) - logits.max(-1, keepdims=True)
+    exact -= np.log(np.exp(exact).sum(-1, keepdims=True))
+    order = np.argsort(-logits, axis=-1, kind="stable")[:, :count]
+    assert ids.dtype == jnp.int32 and values.dtype == chosen.dtype == jnp.float32
+    np.testing.assert_array_equal(ids, order)
+    np.testing.assert_allclose(values, np.take_along_axis(exact, order, -1), atol=4e-6, rtol=2e-6)
+    np.testing.assert_allclose(chosen, exact[np.arange(8), tokens], atol=4e-6, rtol=2e-6)
+
+
+def test_more_likeliest_tokens_than_there_are_is_refused():
+    with pytest.raises(ValueError, match="vocabulary's 30; got 31"):
+        raw_logprobs(jnp.zeros((1, 30)), jnp.zeros(1, jnp.int32), 31)
+
+
+def test_vocabularies_around_a_block_draw_every_token():
+    for vocabulary in (BLOCK - 1, BLOCK, BLOCK + 1, 2 * BLOCK):
+        numbers = ((np.arange(vocabulary) + 0.5) / vocabulary).astype(np.float32)
+        token, logprob = draw(np.zeros((vocabulary, vocabulary), np.float32), numbers, 1.0, 0, 1.0)
+        np.testing.assert_array_equal(token, np.arange(vocabulary))
+        np.testing.assert_allclose(logprob, -np.log(vocabulary), rtol=1e-6)
