@@ -2,7 +2,8 @@
 
 Invariants:
 * Order: temperature, then top-k, then top-p on what top-k kept, then one renormalisation. Ties with the last kept token are kept.
-* The draw is an inverse CDF of one uniform number: a function of (logits, uniform) alone, never of the batch.
+* The draw is an inverse CDF of one uniform number: what the other rows hold and ask for never enters it. A batch of another size is another program, which
+  may add in another order: log-probs then agree to float32's rounding, and tokens except where the uniform (or top_p) lies within it of a step.
 * A token of probability 0 is never drawn.
 * Nothing is sorted: a filter is a threshold, and a threshold is found by bisection (``thresholds.py``).
 """

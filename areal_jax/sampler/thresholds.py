@@ -3,7 +3,8 @@
 Invariants:
 * A threshold is the largest float32 t at which (number | mass) of the values ≥ t reaches the target, so ties with the last kept value are kept.
 * It is found by bisection of float32's ordered integer image, which ends when one value is left between the bounds; at most 32 rounds.
-* A row's threshold is a function of that row and its target alone: a row that is done stays as it is, whatever the others need.
+* A row's threshold comes of that row and its target alone: a row that is done stays as it is, whatever the others need.
+* Counts are exact; a mass is a float32 sum, so which tokens top-p keeps is exact up to that sum's rounding.
 """
 
 from __future__ import annotations
