@@ -33,7 +33,9 @@ def params(model):
 
 @pytest.fixture(scope="module")
 def server(serve, model, params):
-    engine = SamplerEngine(model, build_mesh(jax.devices()[:1]), slots=SLOTS, max_length=LONGEST, pages=PAGES, steps=4, per_request=True, top_logprobs=20)
+    engine = SamplerEngine(
+        model, build_mesh(jax.devices()[:1]), slots=SLOTS, max_length=LONGEST, page_size=16, pages=PAGES, steps=4, per_request=True, top_logprobs=20
+    )
 
     def make(on_progress):
         driver = RolloutDriver(engine, WeightUpdate(0, engine.load_params(params)), seed=5, on_progress=on_progress)
