@@ -2,8 +2,8 @@
 
 Invariant: nothing here imports JAX; ``configs/*.py`` start from it and say where they differ.
 
-Chosen here, not by the paper: how the devices of a role are arranged (the paper trained under Megatron and sampled under SGLang), the slots, and what
-the backward pass recomputes. ``launch/plan.py`` shows what they cost.
+Chosen here, not by the paper: how the devices of a role are arranged (the paper trained under Megatron and sampled under SGLang), slots and pages, and
+what the backward pass recomputes. ``launch/plan.py`` shows what they cost.
 """
 
 from __future__ import annotations
@@ -21,7 +21,8 @@ class Size:
       name: part of the repository's name.
       layers ... norm_epsilon: of its config.json (Qwen2.5-Math-1.5B and -7B, Qwen2.5-14B and -32B, embeddings not tied).
       nodes: of 8 devices each, a quarter of them for training.
-      slots: sequences decoded together on all of them.
+      replicas: of the sampler.
+      longest: sequences of the longest for which a replica has pages; about what fits beside an evaluation's.
       trainer, sampler: axes of the meshes.
     """
 
@@ -35,17 +36,20 @@ class Size:
     rope_theta: float
     norm_epsilon: float
     nodes: int
-    slots: int
+    replicas: int
+    longest: int
     trainer: str
     sampler: str
 
 
 SIZES = {
-    "1.5b": Size("1.5B", 28, 1536, 12, 2, 8960, 151936, 1e4, 1e-6, 16, 96 * 40, "fsdp=8", ""),
-    "7b": Size("7B", 28, 3584, 28, 4, 18944, 152064, 1e4, 1e-6, 24, 72 * 36, "fsdp=8", "tensor=2"),
-    "14b": Size("14B", 48, 5120, 40, 8, 13824, 152064, 1e6, 1e-5, 32, 48 * 20, "fsdp=16", "tensor=4"),
-    "32b": Size("32B", 64, 5120, 40, 8, 27648, 152064, 1e6, 1e-5, 48, 36 * 28, "fsdp=32", "tensor=8"),
+    "1.5b": Size("1.5B", 28, 1536, 12, 2, 8960, 151936, 1e4, 1e-6, 16, 96, 40, "fsdp=8", ""),
+    "7b": Size("7B", 28, 3584, 28, 4, 18944, 152064, 1e4, 1e-6, 24, 72, 36, "fsdp=8", "tensor=2"),
+    "14b": Size("14B", 48, 5120, 40, 8, 13824, 152064, 1e6, 1e-5, 32, 48, 20, "fsdp=16", "tensor=4"),
+    "32b": Size("32B", 64, 5120, 40, 8, 27648, 152064, 1e6, 1e-5, 48, 36, 28, "fsdp=32", "tensor=8"),
 }
+PAGE = 64
+"""Tokens of a page: a sequence wastes half a page, and 28,672 tokens have 448 of them."""
 
 
 def paper_run(size: str, *, max_staleness: int, steps: int) -> Config:
@@ -81,9 +85,10 @@ def paper_run(size: str, *, max_staleness: int, steps: int) -> Config:
         sampler_dtype="bfloat16",
     )
     config.task.update(name="jsonl", max_prompt_tokens=1024)
-    config.rollout.update(
-        max_staleness=max_staleness, group_size=16, max_new_tokens=27648, slots=s.slots, steps_per_dispatch=32, page_size=64, prefill_chunk=8192
-    )
+    config.rollout.update(max_staleness=max_staleness, group_size=16, max_new_tokens=27648, steps_per_dispatch=32, page_size=PAGE, prefill_chunk=8192)
+    # Each slot has pages for a third of the longest sequence: more would be idle most of the time, fewer be short of the mean that plans assume, a quarter.
+    pages = s.longest * -(-(config.task.max_prompt_tokens + config.rollout.max_new_tokens) // PAGE)
+    config.rollout.update(slots=3 * s.longest * s.replicas, kv_pages=pages + 1)
     config.rollout.wait_timeout_s = 7200.0
     config.trainer.update(
         steps=steps,

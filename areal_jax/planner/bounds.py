@@ -43,9 +43,10 @@ class Bounds:
       batch: what is trained.
       trainer: the update of all minibatches.
       trainer_work, decode_work, prefill_work: of a device, in the same parts.
-      decode: one decode step of all slots.
-      decode_steps: decode steps in which the slots generate a batch.
-      prefill: prompts, and the caches of unfinished sequences rebuilt after the update.
+      decode: one decode step of the sequences that have slots and pages.
+      decode_steps: decode steps in which they generate a batch.
+      prefill: prompts.
+      rebuild: the caches of unfinished sequences, recomputed after the update.
       push: new weights to all samplers.
       push_bytes: sent in all.
       asynchronous: rollout and training overlap (η > 0).
@@ -59,13 +60,15 @@ class Bounds:
     decode_steps: float
     prefill: Times
     prefill_work: Work
+    rebuild: Times
+    rebuild_work: Work
     push: float
     push_bytes: float
     asynchronous: bool
 
     @property
     def sampler(self) -> float:
-        return self.decode.bound * self.decode_steps + self.prefill.bound
+        return self.decode.bound * self.decode_steps + self.prefill.bound + self.rebuild.bound
 
     @property
     def step(self) -> float:
@@ -99,13 +102,13 @@ def link_seconds(setup: Setup, axes: Axes, wires: Wires) -> Wires:
 
 def bounds(setup: Setup) -> Bounds:
     """Least times of a training step's parts."""
-    r, axes, chip = setup.config.rollout, setup.sampler, setup.topology.chip
+    r, axes, chip = setup.config.rollout, setup.replica, setup.topology.chip
     batch = batch_of(setup)
-    steps = batch.sequences * setup.workload.response / (setup.slots * axes.shards)
+    steps = batch.sequences * setup.workload.response / (setup.concurrent * setup.sampler.data)
     one = pushed_bytes(setup.model, axes, setup.config.model.sampler_dtype)  # of a device
-    pushed = one * axes.devices
+    pushed = one * setup.sampler.devices
     push = max(one, pushed / setup.trainer.devices) / chip.network
-    training, decoding, prefilling = trainer_work(setup), decode_work(setup, axes, setup.slots), prefill_work(setup, axes)
+    training, decoding, (prefilling, rebuilding) = trainer_work(setup), decode_work(setup, axes), prefill_work(setup, axes)
     return Bounds(
         batch,
         times(setup, setup.trainer, training),
@@ -115,6 +118,8 @@ def bounds(setup: Setup) -> Bounds:
         steps,
         times(setup, axes, prefilling),
         prefilling,
+        times(setup, axes, rebuilding),
+        rebuilding,
         push,
         pushed,
         r.max_staleness != 0,

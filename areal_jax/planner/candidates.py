@@ -5,13 +5,14 @@ Invariant: a remedy is only named when the same model of memory says that it mak
 
 from __future__ import annotations
 
+import bisect
 import dataclasses
 from collections.abc import Iterator
 
 from areal_jax.config import put
 from areal_jax.planner.bounds import Bounds, bounds
 from areal_jax.planner.hardware import GIB
-from areal_jax.planner.memory import Memory, sampler_memory, slots_that_fit, trainer_memory
+from areal_jax.planner.memory import Memory, pages_that_fit, sampler_memory, slots_that_fit, trainer_memory
 from areal_jax.planner.setup import Axes, Setup, with_meshes
 
 REMAT = ("none", "dots", "full")
@@ -61,9 +62,9 @@ def trainer_meshes(setup: Setup) -> Iterator[Axes]:
 
 
 def sampler_meshes(setup: Setup) -> Iterator[Axes]:
-    """Meshes of the sampler's devices: data by tensor."""
+    """Meshes of the sampler's devices, replicas by tensor; the cache is divided in all of them."""
     n, m = setup.sampler.devices, setup.model
-    return (Axes(data=n // tensor, tensor=tensor) for tensor in (1, 2, 4, 8) if n % tensor == 0 and m.heads % tensor == 0)
+    return (Axes(data=n // tensor, tensor=tensor) for tensor in (1, 2, 4, 8) if n % tensor == 0 and m.heads % tensor == 0 and m.kv_heads % tensor == 0)
 
 
 def best_trainers(setup: Setup, count: int) -> list[Outcome]:
@@ -73,21 +74,27 @@ def best_trainers(setup: Setup, count: int) -> list[Outcome]:
 
 
 def best_samplers(setup: Setup) -> list[Outcome]:
-    """The sampler's meshes, each with as many slots as fit and η can use, the fastest first."""
+    """The sampler's meshes, the fastest first: each with as many slots as fit with pages for the mean length and η can use, and what pages fit beside."""
     r = setup.config.rollout
     most = (1 + (r.max_staleness or 0)) * setup.config.trainer.groups_per_step * r.group_size
     found = []
     for axes in sampler_meshes(setup):
-        one = with_meshes(setup, sampler=axes, slots=axes.shards)
-        fitting = max(1, min(slots_that_fit(one), -(-most // axes.shards)))
-        found.append(outcome(with_meshes(setup, sampler=axes, slots=fitting * axes.shards)))
+        useful = range(1, -(-most // axes.data) + 1)
+
+        def paged(slots: int, axes: Axes = axes) -> Setup:
+            return with_meshes(setup, sampler=axes, slots=slots * axes.data, pages=max(slots * setup.mean_pages + 1, setup.fewest_pages))
+
+        usable = setup.topology.chip.usable
+        fitting = max(1, bisect.bisect_right(useful, usable, key=lambda slots: sampler_memory(paged(slots)).total))
+        pages = min(pages_that_fit(paged(fitting)), fitting * setup.sequence_pages + 1)
+        found.append(outcome(with_meshes(paged(fitting), pages=max(pages, paged(fitting).pages))))
     return sorted(found, key=lambda o: (o.sampler_room < 0, o.bounds.sampler))
 
 
 def best(setup: Setup) -> Outcome:
     """The fastest division of the devices that fits, or what lacks least."""
     trainer, sampler = best_trainers(setup, 1)[0].setup.trainer, best_samplers(setup)[0].setup
-    return outcome(with_meshes(setup, trainer, sampler.sampler, sampler.config.rollout.slots))
+    return outcome(with_meshes(setup, trainer, sampler.sampler, sampler.config.rollout.slots, sampler.pages))
 
 
 def remedies(now: Outcome) -> list[str]:
@@ -112,14 +119,21 @@ def remedies(now: Outcome) -> list[str]:
     if now.sampler_room < 0:
         fitting = slots_that_fit(setup)
         if fitting:
-            found.append(f"rollout.slots={fitting * setup.sampler.shards} ({fitting} a shard)")
+            found.append(f"rollout.slots={fitting * setup.sampler.data} ({fitting} a replica)")
+        pages = pages_that_fit(setup)
+        if pages >= setup.fewest_pages:
+            mean, longest = (pages - 1) // setup.mean_pages, (pages - 1) // setup.sequence_pages
+            found.append(
+                f"rollout.kv_pages={pages} (a replica's, without preemption {min(mean, setup.slots)} sequences of the mean {setup.workload.sequence} tokens "
+                f"at once, {longest} of the longest)"
+            )
         wider = [axes for axes in sampler_meshes(setup) if axes.tensor > setup.sampler.tensor]
         for axes in wider:
             slots = setup.config.rollout.slots
             if sampler_memory(with_meshes(setup, sampler=axes, slots=slots)).room(setup.topology.chip) >= 0:
                 found.append(f"cluster.mesh.sampler=tensor={axes.tensor} with the same slots")
                 break
-        if not fitting and not wider:
+        if not fitting and not wider and pages < setup.fewest_pages:
             found.append("more devices for the sampler, or shorter responses: not one slot fits")
     return found
 

@@ -3,7 +3,7 @@
 Invariants:
 * The programs are those that training and sampling run (``trainer.programs``, ``sampler.engine``), lowered from shapes; no array is made.
 * On virtual CPU devices the division among devices and the collectives are the real ones. Memory is that of the CPU's compiler, which widens bfloat16
-  products to float32: exact for float32, an upper estimate for bfloat16.
+  products to float32, the sampler's whole cache with them: exact for float32, an upper estimate for bfloat16.
 * Unrolled programs of many equal blocks are compiled with a few of them: all figures are linear in their number.
 * With ``libtpu`` TPU topologies are compiled by the TPU's own compiler instead, whose memory figures are the chip's.
 * Shards of the data axis run the same program: where they are left out, the group sizes of their collectives are smaller and nothing else changes.
@@ -119,17 +119,17 @@ def compile_trainer(setup: Setup, names: Sequence[str] = ("accumulate", "apply")
 
 
 def planned_engine(setup: Setup, mesh: Any) -> SamplerEngine:
-    """The sampler's engine as a run builds it, over a mesh of devices that need not be here."""
-    slots = setup.slots * mesh.shape["data"] * mesh.shape["fsdp"]
-    return SamplerEngine(setup.model, mesh, slots=slots, max_length=setup.longest, **engine_settings(setup.config))
+    """One replica's engine as a run builds it, over a mesh of devices that need not be here."""
+    return SamplerEngine(setup.model, mesh, slots=setup.slots, max_length=setup.longest, **engine_settings(setup.config))
 
 
-def compile_sampler(setup: Setup, names: Sequence[str] = ("decode", "enter", "rebuild"), libtpu: bool = False, unrolled: int = UNROLLED) -> list[Program]:
-    """Decoding at the longest cache, prefill of the longest sequences, and the rebuild where updates need one; extrapolated beyond ``unrolled`` blocks."""
-    devices, axes, target = target_devices(setup, setup.sampler, libtpu)
+def compile_sampler(setup: Setup, names: Sequence[str] = ("decode", "prefill"), libtpu: bool = False, unrolled: int = UNROLLED) -> list[Program]:
+    """One replica's decoding of all slots and its largest prefill, which also rebuilds caches after an update; extrapolated beyond ``unrolled`` blocks.
+
+    The TPU's compiler needs several chips: there the replicas of a mesh run the same program, each a whole one.
+    """
+    devices, axes, target = target_devices(setup, setup.sampler if libtpu else setup.replica, libtpu)
     setup, mesh = without_kernels(setup, target), build_mesh(devices, **dataclasses.asdict(axes))
-    if setup.config.rollout.kv_on_update != "recompute":
-        names = [name for name in names if name != "rebuild"]
     whole = setup.model.layers
     if whole <= unrolled:
         return [_sampling(setup, mesh, axes, target, name) for name in names]
@@ -139,13 +139,8 @@ def compile_sampler(setup: Setup, names: Sequence[str] = ("decode", "enter", "re
 
 def _sampling(setup: Setup, mesh: Any, axes: Axes, target: str, name: str) -> Program:
     engine, started = planned_engine(setup, mesh), time.monotonic()
-    r = setup.config.rollout
-    lower = {
-        "decode": lambda: engine.lower_generate(setup.longest),
-        "enter": lambda: engine.lower_enter(setup.longest, setup.longest, r.prefill_groups, r.group_size),
-        "rebuild": lambda: engine.lower_rebuild(setup.longest, setup.longest),
-    }
-    return _compiled(name, axes, target, lower[name](), time.monotonic() - started)
+    lowered = {"decode": engine.lower_decode, "prefill": engine.lower_prefill}[name]()
+    return _compiled(name, axes, target, lowered, time.monotonic() - started)
 
 
 def with_layers(setup: Setup, layers: int) -> Setup:

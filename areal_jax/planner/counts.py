@@ -11,7 +11,6 @@ import numpy as np
 
 from areal_jax.models.architecture import ModelConfig
 from areal_jax.planner.setup import Axes, Setup
-from areal_jax.sampler.caches import together
 
 
 @dataclasses.dataclass(frozen=True)
@@ -98,14 +97,3 @@ def batch_of(setup: Setup) -> Batch:
 def kv_parts(model: ModelConfig, axes: Axes) -> int:
     """Into how many parts the tensor axis divides a cache: all or, where it does not divide the key heads, one."""
     return axes.tensor if model.kv_heads % axes.tensor == 0 else 1
-
-
-def prefill_widths(setup: Setup) -> tuple[int, ...]:
-    """The lengths to which the sampler pads sequences, ascending."""
-    return (*(w for w in sorted(setup.config.rollout.prefill_buckets) if w < setup.longest), setup.longest)
-
-
-def prefill_rows(setup: Setup, axes: Axes, width: int) -> tuple[int, int]:
-    """Sequences of one prefill at a width, and those that each shard computes: all of them where they do not divide among the shards."""
-    rows = min(setup.config.rollout.prefill_groups, together(width))
-    return rows, rows // axes.shards if rows % axes.shards == 0 else rows

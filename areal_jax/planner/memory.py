@@ -2,7 +2,7 @@
 
 Invariants:
 * What lies on a device between programs (parameters, moments, gradients, caches) is exact: it is the trees' own shards.
-* What a program needs while it runs comes from ``activations`` and is compared with the compiled program's own figures in tests.
+* What a program needs while it runs comes from ``activations`` and, of the sampler, from here; tests compare it with the compiled program's own figures.
 * A role's need is its fullest moment: everything that lies there plus the largest program's working memory.
 """
 
@@ -17,10 +17,9 @@ import jax
 from areal_jax.models.adapters import split
 from areal_jax.models.architecture import ModelConfig
 from areal_jax.planner.activations import activation_parts
-from areal_jax.planner.counts import batch_of, item, kv_bytes_per_token, kv_parts, prefill_rows, prefill_widths
+from areal_jax.planner.counts import batch_of, item, kv_bytes_per_token, kv_parts, matrices
 from areal_jax.planner.hardware import Chip
-from areal_jax.planner.setup import Axes, Setup, shard_bytes, sharded_params, train_state
-from areal_jax.sampler.caches import together
+from areal_jax.planner.setup import Axes, Setup, shard_bytes, sharded_params, train_state, with_meshes
 from areal_jax.trainer.versions import earlier_versions
 
 MICRO_BATCH_ARRAYS = 9
@@ -79,20 +78,17 @@ def apply_bytes(memory: Memory) -> int:
     return sum(memory.staying[name] for name in ("parameters", "optimizer", "gradients")) + UPDATE * memory.staying["gradients"]
 
 
-def sampler_memory(setup: Setup, slots: int | None = None) -> Memory:
-    """Of the sampler while it decodes, prefills or rebuilds caches, new weights arrive, and an evaluation's decode state lies beside the rollout's.
-
-    Args:
-      setup: what is planned.
-      slots: a shard's; None: the configured ones.
-    """
-    axes, dtype, slots = setup.sampler, setup.config.model.sampler_dtype, slots or setup.slots
-    weights = sampler_weights(setup.model, axes, dtype)
-    cache = slots * slot_bytes(setup, axes)
-    staying = {"weights": weights, "arriving weights": pushed_bytes(setup.model, axes, dtype), "KV cache": cache, "evaluation's KV cache": cache}
-    working = {"decode": decode_working(setup, axes, slots), "prompts and partials prefilled": enter_working(setup, axes)}
-    if setup.config.rollout.kv_on_update == "recompute":
-        working["caches rebuilt after an update"] = rebuild_working(setup, axes, slots)
+def sampler_memory(setup: Setup) -> Memory:
+    """Of a device of one replica of the sampler: it decodes or prefills, new weights arrive, and an evaluation's cache lies beside the rollout's."""
+    axes, dtype = setup.replica, setup.config.model.sampler_dtype
+    cache = setup.pages * page_bytes(setup, axes)
+    staying = {
+        "weights": sampler_weights(setup.model, axes, dtype),
+        "arriving weights": pushed_bytes(setup.model, axes, dtype),
+        "KV cache": cache,
+        "evaluation's KV cache": cache,
+    }
+    working = {"decode": decode_working(setup), "prefill": prefill_working(setup)}
     largest = max(working, key=lambda name: working[name])
     return Memory(staying, {largest: working[largest]})
 
@@ -109,51 +105,74 @@ def pushed_bytes(model: ModelConfig, axes: Axes, dtype: str) -> int:
     return shard_bytes(split(model, sharded_params(model, axes.mesh()))[0], dtype)
 
 
-def slot_bytes(setup: Setup, axes: Axes) -> int:
-    """A device's part of one slot's cache."""
-    return setup.longest * kv_bytes_per_token(setup.model) // kv_parts(setup.model, axes)
+def page_bytes(setup: Setup, axes: Axes) -> int:
+    """A device's part of one page of the cache."""
+    return setup.config.rollout.page_size * kv_bytes_per_token(setup.model) // kv_parts(setup.model, axes)
 
 
-def decode_working(setup: Setup, axes: Axes, slots: int) -> int:
-    """Logits and the weights of the draw over the vocabulary, float32, and one layer's scores."""
-    m = setup.model
-    logits = slots * m.vocab_size * 4
-    scores = slots * m.heads // axes.tensor * setup.longest * (4 + item(m.dtype))
-    return 3 * logits + scores
+def decode_working(setup: Setup, widened: bool | None = None) -> int:
+    """Of decoding all slots of a replica: the logits and the weights of a draw over the vocabulary, float32, or one block forward.
 
-
-def rebuild_working(setup: Setup, axes: Axes, slots: int) -> int:
-    """One rebuild at the longest width: new keys and values of all layers, and one block forward."""
-    tokens = setup.longest * max(1, min(slots // 4, together(setup.longest)))
-    return tokens * (kv_bytes_per_token(setup.model) // kv_parts(setup.model, axes) + block_bytes(setup.model, axes))
-
-
-def enter_working(setup: Setup, axes: Axes) -> int:
-    """One prefill at the width that needs most: the block forward, then copies of the new keys and values for the slots that share them.
-
-    Every shard computes all sequences where their number does not divide among the shards; where it does, each copy is summed up from all shards.
+    Args:
+      setup: what is planned.
+      widened: for a compiler that computes bfloat16 products in float32, of copies of the cache and of all matrices that it makes before the first
+        step; None: where the topology's does.
     """
-    r, kv = setup.config.rollout, kv_bytes_per_token(setup.model) // kv_parts(setup.model, axes)
+    r, m, axes, w = setup.config.rollout, setup.model, setup.replica, matrices(setup.model)
+    widens = _widens(setup, widened)
+    logits = setup.slots * m.vocab_size // axes.tensor * 4
+    draw = (3 if 0 < r.top_k < m.vocab_size or r.top_p < 1.0 else 2) * logits  # a filter holds what it weighed beside what it kept
+    working = max(draw, setup.slots * block_bytes(m, axes, m.layers - 1, widens))
+    if widens:
+        working += setup.pages * _widened_page(setup) + 4 * (m.layers * (w.block + w.adapters) + w.head) // (axes.tensor * axes.fsdp)
+    return working
 
-    def working(width: int) -> int:
-        rows, own = prefill_rows(setup, axes, width)
-        copies = min(rows * r.group_size, together(width)) * (1 if own == rows else 2)
-        return width * (own * kv + max(own * block_bytes(setup.model, axes), copies * kv))
 
-    return max(map(working, prefill_widths(setup)))
+def prefill_working(setup: Setup, widened: bool | None = None) -> int:
+    """Of one chunk of prefill: one block forward, of the last nothing but its keys and values; ``widened``: see ``decode_working``."""
+    m, widens = setup.model, _widens(setup, widened)
+    working = setup.config.rollout.prefill_chunk * block_bytes(m, setup.replica, max(0, m.layers - 2), widens)
+    return working + (setup.pages * _widened_page(setup) * (m.layers - 1) // m.layers if widens else 0)
 
 
-def block_bytes(m: ModelConfig, axes: Axes) -> int:
-    """Of a token while one block goes forward: gate, up, their product; residual, norm, q and sums."""
-    mlp = m.expert_mlp_size * m.experts_per_token if m.experts else m.mlp_size
-    return ((3 * mlp + 2 * m.heads * m.head_dim) // axes.tensor + 4 * m.hidden_size) * item(m.dtype)
+def _widens(setup: Setup, widened: bool | None) -> bool:
+    return item(setup.model.dtype) < 4 and (setup.topology.chip.name == "cpu" if widened is None else widened)
+
+
+def _widened_page(setup: Setup) -> int:
+    """A page in float32."""
+    return page_bytes(setup, setup.replica) // item(setup.model.dtype) * 4
+
+
+def block_bytes(m: ModelConfig, axes: Axes, attended: int, widened: bool) -> int:
+    """Of a sampler's token while one block goes forward: gate, up, their product, with fsdp a partial sum of one; the residual; attention's results.
+
+    Args:
+      m: the policy.
+      axes: of a replica.
+      attended: blocks whose attention's results have their place from the beginning on.
+      widened: gate and up are float32.
+    """
+    mlp, c = m.expert_mlp_size * m.experts_per_token if m.experts else m.mlp_size, item(m.dtype)
+    wide = mlp * ((2 * 4 if widened else 2 * c) + c + (c if axes.fsdp > 1 else 0))
+    return (wide + attended * m.heads * m.head_dim * c) // axes.tensor + m.hidden_size // axes.fsdp * c
 
 
 def slots_that_fit(setup: Setup) -> int:
-    """The most slots a shard for which the sampler fits."""
-    usable = setup.topology.chip.usable
-    most = usable // (2 * slot_bytes(setup, setup.sampler))
-    return bisect.bisect_right(range(1, most + 1), usable, key=lambda slots: sampler_memory(setup, slots).total)
+    """The most slots a replica for which the sampler fits with the pages that the configuration says."""
+    usable, replicas = setup.topology.chip.usable, setup.sampler.data
+    each = decode_working(with_meshes(setup, slots=2 * replicas)) - decode_working(with_meshes(setup, slots=replicas))
+    if not setup.config.rollout.kv_pages:
+        each += 2 * setup.sequence_pages * page_bytes(setup, setup.replica)
+    most = usable // max(1, each)
+    return bisect.bisect_right(range(1, most + 1), usable, key=lambda slots: sampler_memory(with_meshes(setup, slots=slots * replicas)).total)
+
+
+def pages_that_fit(setup: Setup) -> int:
+    """The most pages a replica for which the sampler fits with its slots; 0 or less where not even one does."""
+    now = sampler_memory(setup)
+    each = 2 * page_bytes(setup, setup.replica) + (_widened_page(setup) if _widens(setup, None) else 0)
+    return setup.pages + now.room(setup.topology.chip) // each
 
 
 def param_count(setup: Setup) -> int:

@@ -22,10 +22,10 @@ from areal_jax.planner.memory import (
     accumulate_bytes,
     apply_bytes,
     decode_working,
-    enter_working,
+    page_bytes,
+    pages_that_fit,
     param_count,
-    rebuild_working,
-    slot_bytes,
+    prefill_working,
     slots_that_fit,
 )
 from areal_jax.planner.setup import Axes
@@ -76,7 +76,7 @@ def print_plan(console: Console, now: Outcome, others: Sequence[Outcome], sample
     console.print(f"[bold]{s.topology.name}[/bold]: {s.topology.devices} devices, {s.topology.chip.source}")
     console.print(
         f"policy: {param_count(s):,} parameters, {s.model.layers} layers; trainer {s.trainer.devices} devices ({s.trainer}), "
-        f"sampler {s.sampler.devices} ({s.sampler}), {s.slots} slots a shard"
+        f"sampler {s.sampler.devices} ({s.sampler}), {s.slots} slots a replica"
     )
     console.print(
         f"a step: {t.groups_per_step} x {r.group_size} samples in {t.minibatches} minibatches, {b.batch.micro_batches} micro-batches of "
@@ -116,8 +116,9 @@ def _print_memory(console: Console, now: Outcome) -> None:
     console.print(table)
     s = now.setup
     console.print(
-        f"KV cache: {kv_bytes_per_token(s.model):,} bytes a token, {gib(slot_bytes(s, s.sampler))} a slot and device at {s.longest} tokens; "
-        f"{slots_that_fit(s)} slots a shard fit"
+        f"KV cache: {kv_bytes_per_token(s.model):,} bytes a token, {gib(page_bytes(s, s.replica))} a page of {s.config.rollout.page_size} and device; "
+        f"a replica's {s.pages} pages ({max(0, pages_that_fit(s))} fit) hold {(s.pages - 1) // s.sequence_pages} sequences of {s.longest} tokens, "
+        f"{(s.pages - 1) // s.mean_pages} of the mean {s.workload.sequence}"
     )
 
 
@@ -138,7 +139,8 @@ def _print_times(console: Console, now: Outcome) -> None:
 
     row("trainer", b.trainer_work, b.trainer)
     row(f"{b.decode_steps:,.0f} decode steps", b.decode_work, b.decode, b.decode_steps)
-    row("prefill, rebuilds", b.prefill_work, b.prefill)
+    row("prefill of prompts", b.prefill_work, b.prefill)
+    row("rebuild of caches", b.rebuild_work, b.rebuild)
     table.add_row("push, all devices", "", "", gib(b.push_bytes), "", "", seconds(b.push), seconds(b.push), "network")
     console.print(table)
     trainer, sampler = b.trainer_work.flops * now.setup.trainer.devices, sampler_flops(now) * now.setup.sampler.devices
@@ -153,14 +155,20 @@ def _print_times(console: Console, now: Outcome) -> None:
 
 def sampler_flops(now: Outcome) -> float:
     """Of a sampler's device in a step."""
-    return now.bounds.decode_work.flops * now.bounds.decode_steps + now.bounds.prefill_work.flops
+    b = now.bounds
+    return b.decode_work.flops * b.decode_steps + b.prefill_work.flops + b.rebuild_work.flops
 
 
 def parts_that_send(now: Outcome) -> list[tuple[str, Wires, Axes]]:
     """(part of a step, bytes a device sends in it by collective and axes, mesh)."""
     b, s = now.bounds, now.setup
     decoding = {key: sent * b.decode_steps for key, sent in b.decode_work.wires.items()}
-    return [("trainer", b.trainer_work.wires, s.trainer), ("decoding", decoding, s.sampler), ("prefill, rebuilds", b.prefill_work.wires, s.sampler)]
+    return [
+        ("trainer", b.trainer_work.wires, s.trainer),
+        ("decoding", decoding, s.replica),
+        ("prefill", b.prefill_work.wires, s.replica),
+        ("rebuild", b.rebuild_work.wires, s.replica),
+    ]
 
 
 def _print_meshes(console: Console, now: Outcome, others: Sequence[Outcome], samplers: Sequence[Outcome]) -> None:
@@ -175,14 +183,14 @@ def _print_meshes(console: Console, now: Outcome, others: Sequence[Outcome], sam
         table.add_row(str(o.setup.trainer), *numbers, o.bounds.trainer.limit)
     console.print(table)
     table = _table(
-        "the sampler's meshes (analytic; the configured one first, then each with the slots a shard that fit and η can use)",
-        *("mesh", "slots", "weights", "KV slots", "at work", "total", "room", "bound", "set by"),
+        "the sampler's meshes (analytic, slots and pages of a replica; the configured one first, then each with what fits at the mean length)",
+        *("mesh", "slots", "pages", "weights", "KV", "at work", "total", "room", "bound", "set by"),
     )
     for o in (now, *samplers):
         held = o.sampler.staying
         parts = (held["weights"] + held["arriving weights"], held["KV cache"] + held["evaluation's KV cache"], sum(o.sampler.working.values()))
         numbers = (*(gib(size) for size in (*parts, o.sampler.total)), _room(o.sampler_room), seconds(o.bounds.sampler))
-        table.add_row(str(o.setup.sampler), str(o.setup.slots), *numbers, o.bounds.decode.limit)
+        table.add_row(str(o.setup.sampler), str(o.setup.slots), str(o.setup.pages), *numbers, o.bounds.decode.limit)
     console.print(table)
 
 
@@ -191,16 +199,17 @@ def _room(room: int) -> str:
 
 
 def planned_bytes(now: Outcome, program: Program) -> int | None:
-    """What the plan's own formulas say of a program under the compiler that compiled it; None where they say nothing."""
+    """What the plan's own formulas say of a program under the compiler that compiled it; None where they say nothing.
+
+    Of a prefill it is more than the compiler's figure: the head and most of the last block lie there too, but the program does not take them.
+    """
     s, staying = now.setup, now.sampler.staying
     if program.name == "accumulate":
         return accumulate_bytes(s, widened="CPU" in program.target)
     if program.name == "apply":
         return apply_bytes(now.trainer)
-    if program.name == "enter":
-        return staying["weights"] + staying["KV cache"] + enter_working(s, s.sampler)
-    working = {"decode": decode_working, "rebuild": rebuild_working}
-    return staying["weights"] + staying["KV cache"] + working[program.name](s, s.sampler, s.slots) if program.name in working else None
+    working = {"decode": decode_working, "prefill": prefill_working}.get(program.name)
+    return staying["weights"] + staying["KV cache"] + working(s, widened="CPU" in program.target) if working else None
 
 
 def _print_programs(console: Console, now: Outcome, programs: Sequence[Program]) -> None:
@@ -227,7 +236,9 @@ def _print_programs(console: Console, now: Outcome, programs: Sequence[Program])
         console.print("compiled with model.attention=blockwise, as the accelerator's kernel is not for the CPU; its memory is linear in the length as well")
     for target, axes in dict.fromkeys((p.target, str(p.axes)) for p in programs):
         widened = (
-            "; its products of bfloat16 are float32, so its bytes are more than the run's" if "CPU" in target and now.setup.model.dtype == "bfloat16" else ""
+            "; its products of bfloat16 are float32, so its bytes are more than the run's, the sampler's by copies of its cache"
+            if "CPU" in target and now.setup.model.dtype == "bfloat16"
+            else ""
         )
         console.print(f"compiled for {target}, mesh {axes}{widened}")
 
@@ -248,12 +259,14 @@ def communication_line(program: Program) -> str:
 
 def print_range(console: Console, found: Sequence[Outcome]) -> None:
     """One line a size: the fastest division that fits."""
-    table = _table("the fastest division of each size that fits (analytic)", "devices", "trainer", "sampler", "slots", "fits", "step bound", "by", "tokens/s")
+    table = _table(
+        "the fastest division of each size that fits (analytic)", "devices", "trainer", "sampler", "slots", "pages", "fits", "step bound", "by", "tokens/s"
+    )
     for o in found:
         s, b = o.setup, o.bounds
         lacking = "yes" if o.fits else f"no: -{gib(max(-o.trainer_room, -o.sampler_room))}"
         rate = f"{b.batch.tokens / b.step:,.0f}"
-        table.add_row(s.topology.name, str(s.trainer), str(s.sampler), str(s.config.rollout.slots), lacking, seconds(b.step), b.bottleneck, rate)
+        table.add_row(s.topology.name, str(s.trainer), str(s.sampler), str(s.config.rollout.slots), str(s.pages), lacking, seconds(b.step), b.bottleneck, rate)
     console.print(table)
 
 
@@ -265,10 +278,17 @@ def as_json(now: Outcome, programs: Sequence[Program] = ()) -> dict[str, Any]:
         "topology": s.topology.name,
         "parameters": param_count(s),
         "trainer": {"mesh": dataclasses.asdict(s.trainer), "bytes": now.trainer.staying | now.trainer.working, "total": now.trainer.total},
-        "sampler": {"mesh": dataclasses.asdict(s.sampler), "bytes": now.sampler.staying | now.sampler.working, "total": now.sampler.total, "slots": s.slots},
+        "sampler": {
+            "mesh": dataclasses.asdict(s.sampler),
+            "bytes": now.sampler.staying | now.sampler.working,
+            "total": now.sampler.total,
+            "slots": s.slots,
+            "pages": s.pages,
+        },
         "usable_bytes": s.topology.chip.usable,
         "kv_bytes_per_token": kv_bytes_per_token(s.model),
         "slots_that_fit": slots_that_fit(s),
+        "pages_that_fit": max(0, pages_that_fit(s)),
         "trainer_flops": b.trainer_work.flops,
         "sampler_flops": sampler_flops(now),
         "sends": {part: {f"{kind} {axis}": size for (kind, axis), size in wires.items()} for part, wires, _ in parts_that_send(now)},
@@ -277,6 +297,7 @@ def as_json(now: Outcome, programs: Sequence[Program] = ()) -> dict[str, Any]:
             "decode_step": dataclasses.asdict(b.decode),
             "decode_steps": b.decode_steps,
             "prefill": dataclasses.asdict(b.prefill),
+            "rebuild": dataclasses.asdict(b.rebuild),
             "push": b.push,
             "step": b.step,
         },

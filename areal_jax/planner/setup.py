@@ -81,10 +81,10 @@ class Setup:
     """One plan's subject.
 
     Attributes:
-      config: checked; lengths settled, rows and slots multiples of the meshes' shards.
+      config: checked; lengths settled, rows a multiple of the trainer's shards, slots of the sampler's replicas.
       model: the architecture.
       topology: the machines.
-      trainer, sampler: axes of the meshes.
+      trainer, sampler: axes of the meshes; the sampler's data axis counts replicas, each an engine with a cache of its own.
       workload: assumed lengths.
       notes: what was rounded to fit, for people.
     """
@@ -104,13 +104,47 @@ class Setup:
 
     @property
     def slots(self) -> int:
-        """Slots of a sampler's shard."""
-        return self.config.rollout.slots // self.sampler.shards
+        """Slots of a replica of the sampler."""
+        return self.config.rollout.slots // self.sampler.data
+
+    @property
+    def replica(self) -> Axes:
+        """Axes of one replica of the sampler."""
+        return dataclasses.replace(self.sampler, data=1)
+
+    @property
+    def sequence_pages(self) -> int:
+        """Pages of the longest sequence."""
+        return self.pages_of(self.longest)
+
+    @property
+    def fewest_pages(self) -> int:
+        """The smallest cache with which an engine runs: one longest sequence, one page beside it, and the scrap page."""
+        return self.sequence_pages + 2
+
+    @property
+    def mean_pages(self) -> int:
+        """Pages of a sequence of the mean length at its end."""
+        return self.pages_of(self.workload.sequence)
+
+    @property
+    def pages(self) -> int:
+        """Pages of a replica's cache, the scrap page included."""
+        return self.config.rollout.kv_pages or self.slots * self.sequence_pages + 1
+
+    @property
+    def concurrent(self) -> int:
+        """Sequences of the mean length that a replica decodes together: as many as have slots, and pages to their ends."""
+        return min(self.slots, (self.pages - 1) // self.mean_pages)
 
     @property
     def longest(self) -> int:
-        """Tokens of the longest sequence, which is the decode cache's length."""
+        """Tokens of the longest sequence."""
         return self.config.task.max_prompt_tokens + self.config.rollout.max_new_tokens
+
+    def pages_of(self, tokens: int) -> int:
+        """Pages that so many tokens of a sequence need."""
+        return -(-tokens // self.config.rollout.page_size)
 
     @property
     def local_tokens(self) -> int:
@@ -171,6 +205,11 @@ def make_setup(config: Config, topology: Topology, prompt: int | None = None, re
     check_heads(config, model.heads, "the policy's heads")
     axes = {role: Axes(**mesh_sizes(config, role, count)) for role, count in (("trainer", trainer), ("sampler", sampler))}
     settled = with_meshes(Setup(config, model, topology, axes["trainer"], axes["sampler"], workload))
+    if 0 < config.rollout.kv_pages < settled.fewest_pages:
+        raise ConfigError(
+            f"'rollout.kv_pages' must be at least {settled.fewest_pages} for sequences of up to {longest} tokens in pages of {config.rollout.page_size}; "
+            f"got {config.rollout.kv_pages}; raise it, or set it to 0"
+        )
     return dataclasses.replace(settled, notes=(*settled.notes, *machine_notes(config, model, topology)))
 
 
@@ -187,17 +226,23 @@ def machine_notes(config: Config, model: ModelConfig, topology: Topology) -> lis
     return notes
 
 
-def with_meshes(setup: Setup, trainer: Axes | None = None, sampler: Axes | None = None, slots: int | None = None) -> Setup:
-    """The setup with other meshes of as many devices and other slots; rows and slots are raised to multiples of the shards, with a note."""
+def with_meshes(setup: Setup, trainer: Axes | None = None, sampler: Axes | None = None, slots: int | None = None, pages: int | None = None) -> Setup:
+    """The setup with other meshes of as many devices, other slots and other pages a replica.
+
+    Rows and slots are raised to multiples of the trainer's shards and the sampler's replicas, with a note.
+    """
     trainer, sampler = trainer or setup.trainer, sampler or setup.sampler
     config = setup.config.copy_and_resolve_references()
     notes = []
-    for key, section, shards in (("micro_batch_rows", config.trainer, trainer.shards), ("slots", config.rollout, sampler.shards)):
-        wanted = (slots if key == "slots" and slots else section[key]) or shards
-        settled = -(-wanted // shards) * shards
+    parts = (("micro_batch_rows", config.trainer, trainer.shards, "shards"), ("slots", config.rollout, sampler.data, "replicas"))
+    for key, section, count, what in parts:
+        wanted = (slots if key == "slots" and slots else section[key]) or count
+        settled = -(-wanted // count) * count
         if settled != wanted:
-            notes.append(f"{key} {wanted} raised to {settled}, a multiple of {shards} shards")
+            notes.append(f"{key} {wanted} raised to {settled}, a multiple of {count} {what}")
         section[key] = settled
+    if pages is not None:
+        config.rollout.kv_pages = pages
     return dataclasses.replace(setup, config=config, trainer=trainer, sampler=sampler, notes=tuple(notes))
 
 

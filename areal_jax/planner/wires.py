@@ -9,12 +9,13 @@ Invariants:
 
 from __future__ import annotations
 
+import dataclasses
 from collections import defaultdict
 
 import numpy as np
 
 from areal_jax.models.architecture import ModelConfig
-from areal_jax.planner.counts import adapter_parts, batch_of, item, kv_bytes_per_token, kv_parts, matrices
+from areal_jax.planner.counts import adapter_parts, batch_of, item, kv_parts, matrices
 from areal_jax.planner.setup import Axes, Setup
 
 Wires = dict[tuple[str, str], float]
@@ -114,25 +115,34 @@ def trainer_wires(setup: Setup) -> Wires:
     return dict(total)
 
 
-def decode_wires(setup: Setup, axes: Axes, slots: int) -> Wires:
-    """Of one decode step with ``slots`` slots a shard.
-
-    New keys and values are gathered among all shards, each of which picks its own slots'; logits are gathered where a draw sorts them (top-k, top-p).
-    """
-    r, m, found = setup.config.rollout, setup.model, _Sum(axes)
-    _sums(found, m, slots)
-    found.add("all-gather", ("tensor",), slots * m.vocab_size * 4.0 if r.top_k or r.top_p < 1.0 else 0.0)
-    found.add("all-gather", ("data", "fsdp"), slots * axes.shards * kv_bytes_per_token(m) / kv_parts(m, axes))
+def decode_wires(setup: Setup, axes: Axes, rows: float) -> Wires:
+    """Of one decode step of so many rows of a replica. Its slots' numbers and the draw's sums, a few a row, are left out."""
+    m, found = setup.model, _Sum(axes)
+    _sums(found, m, rows, axes.fsdp)
+    _partial(found, m, rows, m.layers)
+    found.add("all-reduce", ("fsdp",), rows * m.vocab_size / axes.tensor * 4.0)
     return dict(found.wires)
 
 
-def prefill_wires(model: ModelConfig, axes: Axes, tokens: float) -> Wires:
-    """Of a sampler's forward pass over a device's tokens that fills caches."""
-    found = _Sum(axes)
-    _sums(found, model, tokens)
+def prefill_wires(model: ModelConfig, axes: Axes, tokens: float, programs: float) -> Wires:
+    """Of so many programs of a replica that fill pages with so many tokens; of the last block only keys and values are computed."""
+    found, c = _Sum(axes), item(model.dtype)
+    _sums(found, dataclasses.replace(model, layers=model.layers - 1), tokens, axes.fsdp)
+    _partial(found, model, tokens, model.layers - 1, programs)
+    found.add("all-reduce", ("fsdp",), tokens * 2 * model.kv_heads * model.head_dim / kv_parts(model, axes) * c)
     return dict(found.wires)
 
 
-def _sums(found: _Sum, m: ModelConfig, tokens: float) -> None:
+def _partial(found: _Sum, m: ModelConfig, tokens: float, layers: int, programs: float = 1.0) -> None:
+    """Over a sampler's fsdp axis, which divides its kernels by their hidden dimension: partial products are summed up, experts are gathered."""
+    axes, c = found.axes, item(m.dtype)
+    products = m.heads * m.head_dim / axes.tensor + 2 * m.kv_heads * m.head_dim / kv_parts(m, axes)
+    products += 0 if m.experts else 2 * m.mlp_size / axes.tensor
+    found.add("all-reduce", ("fsdp",), tokens * layers * products * c)
+    found.add("all-gather", ("fsdp",), programs * layers * 3.0 * m.experts * m.hidden_size * (m.expert_mlp_size if m.experts else 0) / axes.tensor * c)
+
+
+def _sums(found: _Sum, m: ModelConfig, tokens: float, divided: int = 1) -> None:
+    """Over tensor: of the embedding and of each block's two divided products; ``divided``: parts of the hidden dimension."""
     c = item(m.dtype)
-    found.add("all-reduce", ("tensor",), tokens * m.hidden_size * (c + m.layers * (c + (4 if m.experts else c))))
+    found.add("all-reduce", ("tensor",), tokens * m.hidden_size / divided * (c + m.layers * (c + (4 if m.experts else c))))

@@ -2,7 +2,7 @@
 
 Invariants:
 * Everything is counted from the architecture and the lengths; nothing is measured and nothing is fitted.
-* What the programs compute is counted, not what an ideal one would: padding to whole rows, the decode cache to its allocated length.
+* What the programs compute is counted, not what an ideal one would: padding to whole rows of the trainer's, pages read anew by every block of a prefill.
 * Sequences all have the assumed mean length. Counts are per device unless a name says ``total``.
 
 FLOPs of a token: 2 for each parameter of the matrix products it goes through (arXiv 2001.08361), and 4 · heads · head_dim for each position that it
@@ -14,10 +14,10 @@ from __future__ import annotations
 import dataclasses
 
 from areal_jax.models.architecture import ModelConfig
-from areal_jax.planner.counts import batch_of, item, kv_bytes_per_token, kv_parts, matrices, prefill_rows, prefill_widths, trained_elements
+from areal_jax.planner.counts import batch_of, item, kv_bytes_per_token, kv_parts, matrices, trained_elements
 from areal_jax.planner.setup import Axes, Setup
 from areal_jax.planner.wires import Wires, decode_wires, prefill_wires, trainer_wires
-from areal_jax.sampler.caches import together
+from areal_jax.sampler.engine import BLOCK
 
 
 @dataclasses.dataclass(frozen=True)
@@ -70,28 +70,41 @@ def trainer_work(setup: Setup) -> Work:
     return Work(flops, memory, trainer_wires(setup))
 
 
-def decode_work(setup: Setup, axes: Axes, slots: int) -> Work:
-    """Of one decode step of a sampler's device with ``slots`` slots a shard."""
+def decode_work(setup: Setup, axes: Axes) -> Work:
+    """Of one decode step of a device of a replica: the sequences that it decodes together, on average half-way through their responses."""
+    m, w, rows = setup.model, matrices(setup.model), setup.concurrent
+    block, seen = w.block_active + w.adapters, setup.workload.prompt + setup.workload.response / 2
+    flops = rows * (2.0 * (m.layers * block + w.head) + attention_flops(m, seen)) / (axes.tensor * axes.fsdp)
+    weights = (m.layers * (w.block + w.adapters) + w.head) * item(setup.config.model.sampler_dtype) / (axes.tensor * axes.fsdp)
+    cache = rows * seen * kv_bytes_per_token(m) / kv_parts(m, axes)
+    logits = 3.0 * rows * m.vocab_size * 4.0 / axes.tensor
+    return Work(flops, weights + cache + logits, decode_wires(setup, axes, rows))
+
+
+def prefill_work(setup: Setup, axes: Axes) -> tuple[Work, Work]:
+    """Of a training step, of a device of a replica: (its prompts, the caches of unfinished sequences rebuilt after the update).
+
+    The samples of a group are on one replica and share their prompt, which is computed once for all of them, on entering as in a rebuild.
+    """
+    r, t, size, response = setup.config.rollout, setup.config.trainer, setup.workload, setup.workload.response
+    replicas = setup.sampler.data
+    prompts = t.groups_per_step / replicas * size.prompt
+    entered = filling(setup, axes, ((prompts, size.prompt / 2),))
+    if r.kv_on_update != "recompute":
+        return entered, Work(0.0, 0.0, {})
+    live = min(setup.concurrent, (1 + (r.max_staleness or 0)) * batch_of(setup).sequences / replicas)
+    # Responses are anywhere between begun and ended; a token that is recomputed has a third of a response before it on average.
+    again = ((live / r.group_size * size.prompt, size.prompt / 2), (live * response / 2, size.prompt + response / 3))
+    return entered, filling(setup, axes, again)
+
+
+def filling(setup: Setup, axes: Axes, parts: tuple[tuple[float, float], ...]) -> Work:
+    """Of a device whose replica fills pages: parts of (tokens, positions that each of them sees on average)."""
     m, w = setup.model, matrices(setup.model)
-    block = w.block_active + w.adapters
-    flops = slots * (2.0 * (m.layers * block + w.head) + attention_flops(m, setup.longest)) / axes.tensor
-    weights = (m.layers * (w.block + w.adapters) + w.head) * item(setup.config.model.sampler_dtype) / axes.tensor
-    cache = slots * setup.longest * kv_bytes_per_token(m) / kv_parts(m, axes)
-    logits = 3.0 * slots * m.vocab_size * 4.0 / axes.tensor
-    return Work(flops, weights + cache + logits, decode_wires(setup, axes, slots))
-
-
-def prefill_work(setup: Setup, axes: Axes) -> Work:
-    """Of a training step's prompts, padded to a width, and of the caches of unfinished sequences rebuilt after the update."""
-    r, m, w = setup.config.rollout, setup.model, matrices(setup.model)
-    length, groups = setup.workload.prompt + setup.workload.response / 2, setup.config.trainer.groups_per_step
-    width = next(w for w in prefill_widths(setup) if w >= setup.workload.prompt)
-    rows, own = prefill_rows(setup, axes, width)
-    entered = groups * width * own / rows
-    live = min(setup.slots * axes.shards, (1 + (r.max_staleness or 0)) * batch_of(setup).sequences)
-    again = live * length / axes.shards if r.kv_on_update == "recompute" else 0.0
-    flops = forward_flops(m, entered, width / 2, head=False) + forward_flops(m, again, length / 2, head=False)
-    programs = groups / rows + again / (together(setup.longest) * setup.longest)
-    weights = m.layers * (w.block + w.adapters) * item(setup.config.model.sampler_dtype) / axes.tensor
-    caches = (entered + again) * kv_bytes_per_token(m) / kv_parts(m, axes)
-    return Work(flops / axes.tensor, programs * weights + caches, prefill_wires(m, axes, entered + again))
+    tokens, divided = sum(count for count, _ in parts), axes.tensor * axes.fsdp
+    flops = sum(forward_flops(m, count, seen, head=False) for count, seen in parts) / divided
+    programs = tokens / setup.config.rollout.prefill_chunk
+    weights = m.layers * (w.block + w.adapters) * item(setup.config.model.sampler_dtype) / divided
+    # What is written, and what each block of a sequence reads of the pages before it.
+    cached = (tokens + sum(count * seen for count, seen in parts) / BLOCK) * kv_bytes_per_token(m) / kv_parts(m, axes)
+    return Work(flops, programs * weights + cached, prefill_wires(m, axes, tokens, programs))

@@ -9,10 +9,10 @@ from areal_jax.config import base_config, put, validate
 from areal_jax.config_devices import MESH_AXES
 from areal_jax.planner.collectives import axes_of
 from areal_jax.planner.compiled import SAMPLED_LAYERS, compile_sampler, compile_trainer
-from areal_jax.planner.memory import accumulate_bytes, apply_bytes, decode_working, enter_working, rebuild_working, sampler_memory, trainer_memory
+from areal_jax.planner.memory import accumulate_bytes, apply_bytes, decode_working, prefill_working, sampler_memory, trainer_memory
 from areal_jax.planner.setup import make_setup
 from areal_jax.planner.topology import parse_topologies
-from areal_jax.planner.wires import accumulate_wires, decode_wires
+from areal_jax.planner.wires import accumulate_wires, decode_wires, prefill_wires
 
 # (mesh, remat, compute type, parameters' type)
 CASES = [
@@ -111,30 +111,59 @@ def test_a_large_vocabulary():
     assert "logits, head and its gradient" in trainer_memory(planned).working
 
 
-SAMPLER: dict[str, Any] = {"cluster.mesh.sampler": "data=4,tensor=2", "rollout.slots": 64, "rollout.max_new_tokens": 448}
+SAMPLER: dict[str, Any] = {"rollout.slots": 256, "rollout.max_new_tokens": 448, "rollout.kv_pages": 1025, "rollout.prefill_chunk": 2048}
+SAMPLER_MESHES = ["data=8", "data=4,tensor=2", "data=4,fsdp=2", "data=2,fsdp=2,tensor=2"]
 
 
-def test_decoding():
-    planned = setup("data=8", sampler_devices=8, **SAMPLER)
-    (program,) = compile_sampler(planned, ("decode",))
+def sampler(mesh: str, **more: Any):
+    return setup("data=8", sampler_devices=8, **{"cluster.mesh.sampler": mesh, **SAMPLER, **more})
+
+
+@pytest.mark.parametrize("mesh", SAMPLER_MESHES)
+def test_a_replicas_programs(mesh):
+    planned = sampler(mesh)
+    decode, prefill = compile_sampler(planned)
+    assert decode.axes == prefill.axes == planned.replica
     staying = sampler_memory(planned).staying
-    assert staying["weights"] + staying["KV cache"] == pytest.approx(program.argument, rel=0.01)
-    total = staying["weights"] + staying["KV cache"] + decode_working(planned, planned.sampler, planned.slots)
-    assert total == pytest.approx(program.total, rel=0.1)
+    lying = staying["weights"] + staying["KV cache"]
+    assert lying == pytest.approx(decode.argument, rel=0.01)
+    assert lying + decode_working(planned) == pytest.approx(decode.total, rel=0.03)
+    assert decode_working(planned) == pytest.approx(decode.temporary, rel=0.15)
+    # The head and most of the last block lie there as well, but are no arguments of a prefill.
+    assert 0.9 * lying < prefill.argument < lying
+    assert prefill_working(planned) == pytest.approx(prefill.temporary, rel=0.1)
 
 
-def test_what_a_decode_step_sends():
-    planned = setup("data=8", sampler_devices=8, **SAMPLER)
+@pytest.mark.parametrize("more", [{}, {"rollout.top_k": 50, "rollout.top_p": 0.9}], ids=["whole", "filtered"])
+def test_decoding_with_a_large_vocabulary(more):
+    planned = sampler("data=4,tensor=2", **{"model.vocab_size": 12288, **more})
     (program,) = compile_sampler(planned, ("decode",))
-    assert_sent(program, decode_wires(planned, planned.sampler, planned.slots), least=0.03)
+    assert decode_working(planned) == pytest.approx(program.temporary, rel=0.1)
+
+
+@pytest.mark.parametrize("mesh", ["data=8", "data=4,tensor=2"])
+def test_copies_that_the_hosts_compiler_makes_of_bfloat16(mesh):
+    planned = sampler(mesh, dtype="bfloat16")
+    decode, prefill = compile_sampler(planned)
+    assert decode_working(planned) == decode_working(planned, widened=True) > 3 * decode_working(planned, widened=False)
+    assert decode_working(planned) == pytest.approx(decode.temporary, rel=0.1)
+    assert prefill_working(planned) == pytest.approx(prefill.temporary, rel=0.15)
+
+
+@pytest.mark.parametrize("mesh", SAMPLER_MESHES)
+def test_what_a_replica_sends(mesh):
+    planned = sampler(mesh)
+    decode, prefill = compile_sampler(planned)
+    assert_sent(decode, decode_wires(planned, planned.replica, planned.slots), least=0.03)
+    tokens = planned.config.rollout.prefill_chunk
+    assert_sent(prefill, prefill_wires(planned.model, planned.replica, tokens, programs=1))
 
 
 def test_deep_samplers_are_extrapolated():
-    planned = setup("data=8", sampler_devices=8, **{**SAMPLER, "model.layers": 10})
+    planned = sampler("data=4,tensor=2", **{"model.layers": 10})
     programs = compile_sampler(planned)
-    assert [p.layers for p in programs] == [SAMPLED_LAYERS] * 3
-    for program in programs:
-        (whole,) = compile_sampler(planned, (program.name,), unrolled=10)
+    assert [p.layers for p in programs] == [SAMPLED_LAYERS] * 2
+    for program, whole in zip(programs, compile_sampler(planned, unrolled=10), strict=True):
         assert not whole.layers
         assert program.argument == whole.argument and program.total == pytest.approx(whole.total, rel=0.05)
         assert sent_in_all(program) == pytest.approx(sent_in_all(whole), rel=0.05)
@@ -150,24 +179,3 @@ def test_kernels_are_planned_and_compiled_blockwise():
     planned = setup("data=8", dtype="bfloat16", **{"model.attention": "kernel", "model.layers": 2})
     (program,) = compile_trainer(planned, ("accumulate",))
     assert not program.refusal
-
-
-@pytest.mark.parametrize(("longest", "groups"), [(512, 8), (2048, 32), (2048, 3)])
-def test_prefilling(longest, groups):
-    """All prompts and copies in one program; fewer, in parts; so few that they do not divide among the shards."""
-    more = SAMPLER | {"rollout.max_new_tokens": longest - 64, "rollout.prefill_groups": groups, "rollout.prefill_buckets": (), "model.attention": "blockwise"}
-    planned = setup("data=8", sampler_devices=8, **more)
-    (program,) = compile_sampler(planned, ("enter",))
-    staying = sampler_memory(planned).staying
-    assert planned.longest == longest
-    assert program.total - staying["weights"] - staying["KV cache"] == pytest.approx(enter_working(planned, planned.sampler), rel=0.35)
-
-
-def test_rebuilding_caches_stays_within_a_shard():
-    planned = setup("data=8", sampler_devices=8, **SAMPLER)
-    (program,) = compile_sampler(planned, ("rebuild",))
-    assert program.communication is not None
-    groups = {c.group for c in program.communication.collectives if c.sent > 1e3}
-    assert groups <= {(0, 1)}, "only the two devices of a tensor axis talk"
-    staying = sampler_memory(planned).staying
-    assert program.total - staying["weights"] - staying["KV cache"] == pytest.approx(rebuild_working(planned, planned.sampler, planned.slots), rel=0.5)

@@ -6,10 +6,10 @@ import pytest
 
 from areal_jax.config import ConfigError, load
 from areal_jax.planner.bounds import bounds
-from areal_jax.planner.candidates import outcome, remedies
+from areal_jax.planner.candidates import best_samplers, outcome, remedies
 from areal_jax.planner.collectives import axes_of, read_collectives
 from areal_jax.planner.counts import adapter_elements, batch_of, kv_bytes_per_token, matrices
-from areal_jax.planner.memory import param_count, sampler_memory, slots_that_fit, trainer_memory
+from areal_jax.planner.memory import pages_that_fit, param_count, sampler_memory, slots_that_fit, trainer_memory
 from areal_jax.planner.setup import Axes, make_setup, with_meshes
 from areal_jax.planner.topology import parse_topologies
 from areal_jax.planner.work import forward_flops, trainer_work
@@ -107,7 +107,8 @@ def test_memory_of_parameters_is_their_shards():
     assert trainer["optimizer"] == pytest.approx(2 * trainer["parameters"], abs=64)
     assert trainer["gradients"] == trainer["parameters"]
     assert sampler["weights"] == pytest.approx(COUNTS["7b"] * 2 / 2, rel=1e-3)
-    assert sampler["KV cache"] == s.slots * 28672 * 57344 // 2
+    # Pages of 64 tokens, the longest sequence's 448 for 36 of them and the scrap page, whatever the slots.
+    assert sampler["KV cache"] == sampler["evaluation's KV cache"] == (36 * 448 + 1) * 64 * 57344 // 2
 
 
 def test_earlier_versions_lie_beside_the_parameters():
@@ -117,11 +118,71 @@ def test_earlier_versions_lie_beside_the_parameters():
     assert exact.keys() - plain.keys() == {"parameters of 3 earlier versions"}
 
 
-def test_slots_that_fit_fit():
-    s = setup("7b")
+@pytest.mark.parametrize("pages", [0, 9000])
+def test_slots_that_fit_fit(pages):
+    s = setup("7b", overrides=(f"rollout.kv_pages={pages}",))
     fitting, chip = slots_that_fit(s), s.topology.chip
     for slots, fits in ((fitting, True), (fitting + 1, False)):
-        assert (sampler_memory(with_meshes(s, slots=slots * s.sampler.shards)).room(chip) >= 0) == fits
+        assert (sampler_memory(with_meshes(s, slots=slots * s.sampler.data)).room(chip) >= 0) == fits
+
+
+def test_pages_that_fit_fit():
+    s = setup("7b")
+    fitting, chip = pages_that_fit(s), s.topology.chip
+    for pages, fits in ((fitting, True), (fitting + 1, False)):
+        assert (sampler_memory(with_meshes(s, pages=pages)).room(chip) >= 0) == fits
+
+
+def test_what_a_replicas_pages_hold():
+    s = setup("7b", overrides=("rollout.kv_pages=7842", "rollout.slots=7200"), prompt=1000, response=7000)
+    # 8000 tokens are 125 pages, 7841 pages without the scrap page hold 62 such sequences, fewer than there are slots.
+    assert (s.slots, s.replica, s.mean_pages, s.concurrent) == (100, Axes(tensor=2), 125, 62)
+    assert with_meshes(s, slots=72 * 10).concurrent == 10
+    assert with_meshes(s, pages=0).pages == 100 * 448 + 1
+    assert bounds(s).decode_steps == pytest.approx(8192 * 7000 / (62 * 72))
+
+
+def test_a_decode_step_reads_the_parameters_and_the_cache_in_use():
+    s = setup("7b", prompt=1000, response=7000)
+    products = s.model.layers * matrices(s.model).block + matrices(s.model).head
+    logits = 3 * s.concurrent * s.model.vocab_size * 4 / 2
+    assert s.concurrent == s.slots == 108
+    assert bounds(s).decode_work.memory == pytest.approx(products * 2 / 2 + 108 * (1000 + 3500) * 57344 / 2 + logits)
+    assert bounds(s).decode_work.flops == pytest.approx(108 * (2 * products + 28 * 2 * 2 * 28 * 128 * 4500) / 2)
+
+
+def test_prompts_are_prefilled_once_a_group_and_responses_rebuilt():
+    s = setup("7b", prompt=1000, response=6000)
+    blocks = 2 * s.model.layers * matrices(s.model).block
+    attention = 28 * 2 * 2 * 28 * 128
+    b = bounds(s)
+    assert b.prefill_work.flops == pytest.approx(512 / 72 * 1000 * (blocks + attention * 500) / 2)
+    again = 108 / 16 * 1000 * (blocks + attention * 500) + 108 * 3000 * (blocks + attention * 3000)
+    assert b.rebuild_work.flops == pytest.approx(again / 2)
+    assert bounds(setup("7b", overrides=("rollout.kv_on_update=keep",))).rebuild.bound == 0
+
+
+def test_too_few_pages_are_refused():
+    with pytest.raises(ConfigError, match=r"'rollout.kv_pages' must be at least 450 .* got 449"):
+        setup("7b", overrides=("rollout.kv_pages=449",))
+
+
+def test_pages_are_a_remedy():
+    now = outcome(setup("7b", overrides=("rollout.kv_pages=0",)))
+    assert not now.fits
+    (slots,) = [text for text in remedies(now) if text.startswith("rollout.slots=")]
+    (pages,) = [text for text in remedies(now) if text.startswith("rollout.kv_pages=")]
+    for text in (slots, pages):
+        key, value = text.split()[0].split("=")
+        kept = "rollout.kv_pages=0" if "slots" in key else "rollout.page_size=64"
+        assert outcome(setup("7b", overrides=(kept, f"{key}={value}"))).fits
+    assert "without preemption 108 sequences of the mean 7168 tokens at once" in pages
+
+
+def test_meshes_of_the_sampler_fit_and_divide_the_cache():
+    found = [o.setup for o in best_samplers(setup("1.5b"))]
+    assert {s.sampler.tensor for s in found} == {1, 2}, "two heads of keys and values"
+    assert all(o.sampler_room >= 0 and o.setup.concurrent == o.setup.slots for o in best_samplers(setup("7b")))
 
 
 def test_batch_and_push():
