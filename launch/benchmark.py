@@ -1,70 +1,46 @@
-"""Measures what asynchrony brings: the same training, synchronous and asynchronous, in turn, from one warm-up.
+"""Measures the system: one command a question.
 
-  python launch/benchmark.py --config=configs/math.py --workdir=runs/benchmark --warmup=runs/RUN/warmup
-  python launch/benchmark.py --config=configs/math.py --workdir=runs/benchmark --warmup=runs/RUN/warmup --repeats=3 --steps=40
+  python launch/benchmark.py sampler --model=DIRECTORY --slots=64 --lengths=longtail:32:256 --out=sampler.json
+  python launch/benchmark.py sampler --random=qwen2-small --parts=load,steps
+  python launch/benchmark.py transformers --random=qwen2-small
+  python launch/benchmark.py trainer --random=qwen2-small
+  python launch/benchmark.py kernels
+  python launch/benchmark.py table sampler.json trainer.json
+  python launch/benchmark.py training --config=configs/math.py --workdir=runs/benchmark --warmup=runs/RUN/warmup --steps=40
 
-Both sides train the same number of samples on the same devices. A side's time is that of its training steps, from the first
-request to the last update (start-up, compilation and evaluation are left out). Printed: each run, the medians and their ratio.
+sampler        one policy's sampler: tokens/s of a load and of prefill, ms a decode step over pages and over dense caches with its share of the
+               roofline, what a weight update costs, interrupting against waiting, a group's shared prompt, sequences in the same KV memory
+transformers   the same load through transformers' generate and through the sampler, in turn
+trainer        one training step: tokens/s and the share of the measured matmul peak
+kernels        attention kernels against plain attention: errors, forward and backward
+table          results of several JSON files in one table
+training       whole training runs, asynchronous against synchronous
+
+The same commands run on a CPU and on an accelerator. Every command prints one table; ``--out=FILE.json`` also writes it as JSON.
+Flags and their defaults are DEFAULTS of each command's module, named below.
 """
 
-import json
-import pathlib
-import statistics
-import subprocess
-import sys
+import importlib
 
-from areal_jax.config import ConfigError, load, run_main
+from areal_jax.config import ConfigError, run_main
 
-
-def training_seconds(workdir: pathlib.Path) -> tuple[float, float]:
-    """(seconds of all training steps, mean reward of the last 10) of a finished run."""
-    rows = [json.loads(line) for line in (workdir / "metrics.jsonl").read_text().splitlines()]
-    return sum(row["time/step"] for row in rows), statistics.fmean(row["reward/mean"] for row in rows[-10:])
-
-
-def number(flags: dict[str, str], name: str, default: int) -> int:
-    """The whole number of a flag."""
-    text = flags.get(name, str(default))
-    if not text.isdigit() or int(text) < 1:
-        raise ConfigError(f"'--{name}' must be a whole number from 1; got '{text}'")
-    return int(text)
+COMMANDS = {
+    "sampler": "areal_jax.benchmarks.sampler",
+    "transformers": "areal_jax.benchmarks.comparison",
+    "trainer": "areal_jax.benchmarks.trainer",
+    "kernels": "areal_jax.benchmarks.kernels",
+    "table": "areal_jax.benchmarks.report",
+    "training": "areal_jax.benchmarks.asynchrony",
+}
 
 
 def main(argv: list[str]) -> int:
-    config, workdir, flags = load(argv, flags=("warmup", "repeats", "steps"))
-    if "warmup" not in flags:
-        raise ConfigError("'--warmup' must be the warmup directory of a run; make one by: python launch/sft.py --config=configs/math.py")
-    if not config.rollout.max_staleness:
-        raise ConfigError(f"'rollout.max_staleness' of the asynchronous side must be at least 1; got {config.rollout.max_staleness}")
-    repeats, steps = (number(flags, "repeats", 3), number(flags, "steps", 40))
-    sides = {"asynchronous": config.rollout.max_staleness, "synchronous": 0}
-    joined = " ".join(argv).replace(" --", "\0--").replace(" ", "=").split("\0")  # --name VALUE → --name=VALUE
-    passed_on = [a for a in joined if a.startswith(("--config=", "--config."))]
-    seconds: dict[str, list[float]] = {side: [] for side in sides}
-    for repeat in range(repeats):
-        for side, staleness in sides.items():
-            here = workdir / f"{side}-{repeat}"
-            command = [
-                sys.executable,
-                str(pathlib.Path(__file__).with_name("train.py")),
-                *passed_on,
-                f"--workdir={here}",
-                f"--config.sft.path={flags['warmup']}",
-                f"--config.rollout.max_staleness={staleness}",
-                f"--config.trainer.steps={steps}",
-                "--config.eval.every_steps=0",
-                "--config.eval.problems=64",
-                "--config.checkpoint.every_steps=0",
-                "--config.telemetry.live=off",
-            ]
-            subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
-            spent, reward = training_seconds(here)
-            seconds[side].append(spent)
-            print(f"{side} (η = {staleness}) run {repeat + 1}: {spent:.1f} s for {steps} steps, reward at the end {reward:.3f}", flush=True)
-    medians = {side: statistics.median(values) for side, values in seconds.items()}
-    print(f"medians: asynchronous {medians['asynchronous']:.1f} s, synchronous {medians['synchronous']:.1f} s")
-    print(f"ratio asynchronous / synchronous: {medians['asynchronous'] / medians['synchronous']:.3f}")
-    return 0
+    if argv in (["--help"], ["-h"]):
+        print(__doc__)
+        return 0
+    if not argv or argv[0] not in COMMANDS:
+        raise ConfigError(f"name what to measure: {', '.join(COMMANDS)}; got '{argv[0] if argv else ''}'; --help says more")
+    return importlib.import_module(COMMANDS[argv[0]]).main(argv[1:])
 
 
 if __name__ == "__main__":
