@@ -21,7 +21,7 @@ import numpy as np
 
 from areal_jax.benchmarks import flags
 from areal_jax.benchmarks.report import deliver
-from areal_jax.models import kernels
+from areal_jax.models import kernels, paged_kernels
 from areal_jax.models.attention import cached_attention, plain_attention, segment_starts
 from areal_jax.models.blockwise import blockwise_attention
 from areal_jax.models.paged import paged_attention
@@ -53,7 +53,7 @@ def main(argv: list[str]) -> int:
     results = {
         "machine": {"platform": device.platform, "kind": device.device_kind, "jax": jax.__version__},
         "packed": packed(sizes, device.platform),
-        "paged": paged(sizes),
+        "paged": paged(sizes, device.platform),
     }
     deliver(f"attention: bfloat16 against float32, {device.device_kind}", results, file)
     checked = [row for part in ("packed", "paged") for row in results[part].values() if "within" in row]
@@ -97,6 +97,16 @@ def compared(path: Callable[..., Any], inputs: tuple[Any, ...], wanted: Any, rep
     }
 
 
+def guarded(path: Callable[..., Any] | str, measure: Callable[[Any], dict[str, Any]]) -> dict[str, Any]:
+    """What is measured of a path; the reason where it was left out (a text) or failed."""
+    if isinstance(path, str):
+        return {"skipped": path}
+    try:
+        return measure(path)
+    except Exception as error:  # whatever a kernel fails with on this machine is a finding, and the others are still wanted
+        return {"failed": f"{type(error).__name__}: {error}".splitlines()[0][:300], "within": False}
+
+
 def packed(sizes: dict[str, int], platform: str) -> dict[str, Any]:
     """The training side: causal attention within segments."""
     random = np.random.default_rng(0)
@@ -131,10 +141,10 @@ def packed(sizes: dict[str, int], platform: str) -> dict[str, Any]:
         return output, pull(inputs[-1])
 
     wanted = jax.device_get(reference(*full))
-    return {name: {"skipped": path} if isinstance(path, str) else compared(path, inputs, wanted, sizes["repeats"]) for name, path in paths.items()}
+    return {name: guarded(path, lambda run: compared(run, inputs, wanted, sizes["repeats"])) for name, path in paths.items()}
 
 
-def paged(sizes: dict[str, int]) -> dict[str, Any]:
+def paged(sizes: dict[str, int], platform: str) -> dict[str, Any]:
     """The sampler's side: one new token a slot over pages of different lengths, against dense caches in float32."""
     random = np.random.default_rng(1)
     slots, length, size, head_dim, kv_heads = (sizes[name] for name in ("slots", "length", "page-size", "head-dim", "kv-heads"))
@@ -145,13 +155,23 @@ def paged(sizes: dict[str, int]) -> dict[str, Any]:
     query = jnp.asarray(random.standard_normal((slots, sizes["heads"], head_dim)), jnp.bfloat16)
     starts = jnp.asarray(np.sort(random.integers(0, length, slots))[::-1].copy(), jnp.int32)
 
-    def dense(pages_: jax.Array) -> jax.Array:
-        return pages_[:, tables].astype(jnp.float32).reshape(kv_heads, slots, pages * size, head_dim).swapaxes(0, 1)
+    def dense(whole: jax.Array) -> jax.Array:
+        return whole[:, tables].astype(jnp.float32).reshape(kv_heads, slots, pages * size, head_dim).swapaxes(0, 1)
 
     wanted = cached_attention(query.astype(jnp.float32), dense(keys).swapaxes(2, 3), dense(values), starts)
-    plain = jax.jit(lambda q: paged_attention(q[:, None], keys, values, tables, starts)[:, 0])
-    error = relative_error(plain(query), wanted)
-    read = 2.0 * kv_heads * head_dim * 2 * float(jnp.sum(starts + 1))
-    milliseconds = median_ms(lambda: plain(query), sizes["repeats"])
-    row = {"forward_error": error, "limit": LIMIT, "within": error <= LIMIT, "forward_ms": milliseconds, "read_GB_per_s": read / milliseconds / 1e6}
-    return {"plain": row}
+    reason = paged_kernels.obstacle(platform, (slots, 1, sizes["heads"], head_dim), size, tables.shape, query.dtype)
+    paths: dict[str, Callable[[jax.Array], jax.Array] | str] = {
+        "plain": lambda q: paged_attention(q[:, None], keys, values, tables, starts, "plain")[:, 0],
+        "kernel": reason or (lambda q: paged_attention(q[:, None], keys, values, tables, starts, "kernel")[:, 0]),
+    }
+    if reason and kernels.INTERPRET:
+        paths["kernel"] = lambda q: paged_kernels.decode("gpu", q, keys, values, tables, starts)
+    read = 4.0 * kv_heads * head_dim * float(jnp.sum(starts + 1))
+
+    def row(path: Callable[[jax.Array], jax.Array]) -> dict[str, Any]:
+        run = jax.jit(path)
+        error = relative_error(run(query), wanted)
+        milliseconds = median_ms(lambda: run(query), sizes["repeats"])
+        return {"forward_error": error, "limit": LIMIT, "within": error <= LIMIT, "forward_ms": milliseconds, "read_GB_per_s": read / milliseconds / 1e6}
+
+    return {name: guarded(path, row) for name, path in paths.items()}
