@@ -52,9 +52,9 @@ def _random_caches(model: ModelConfig, slots: int, length: int, key: jax.Array) 
 def dense_state(model: ModelConfig, starts: Sequence[int], length: int, seed: int) -> DenseState:
     """A state with random keys and values, for its speed alone."""
     slots = len(starts)
-    places, none = jnp.asarray(starts, jnp.int32), jnp.zeros(slots, jnp.int32)
+    tokens, counts = (jnp.zeros(slots, jnp.int32) for _ in range(2))  # each its own: the state is donated
     keys, values = _random_caches(model, slots, length, jax.random.key(seed))
-    return DenseState(keys, values, none, places, none, jnp.zeros((slots, 2), jnp.uint32))
+    return DenseState(keys, values, tokens, jnp.asarray(starts, jnp.int32), counts, jnp.zeros((slots, 2), jnp.uint32))
 
 
 def dense_step_seconds(subject: Subject, params: Any, starts: Sequence[int], tokens: int) -> list[float]:
