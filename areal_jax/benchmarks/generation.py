@@ -19,7 +19,7 @@ import numpy as np
 from areal_jax.benchmarks.loads import Load
 from areal_jax.cluster.meshes import build_mesh
 from areal_jax.models.architecture import ModelConfig
-from areal_jax.sampler.driver import Progress, RolloutDriver
+from areal_jax.sampler.driver import RolloutDriver
 from areal_jax.sampler.engine import SamplerEngine
 from areal_jax.types import GenerationRequest, WeightUpdate
 
@@ -124,37 +124,3 @@ def prefill_speed(subject: Subject, length: int, repeats: int) -> dict[str, Any]
         prompts = random_prompts(subject.model, [length] * subject.slots, repeat)
         seconds.append(run_requests(driver, [GenerationRequest(i, repeat, prompt, 1) for i, prompt in enumerate(prompts)]))
     return {"prompt_tokens": length, "prompts": subject.slots, "tokens_per_s": length * subject.slots / float(np.median(seconds[1:])), "seconds": seconds[1:]}
-
-
-class Clock:
-    """Remembers when each dispatch's tokens came, and how many sequences had some."""
-
-    def __init__(self) -> None:
-        self.times: list[float] = []
-        self.sequences: list[int] = []
-        self.fewest: list[int] = []
-
-    def __call__(self, progress: Progress) -> None:
-        self.times.append(time.perf_counter())
-        self.sequences.append(len(progress.new_tokens))
-        self.fewest.append(min((count for _, count in progress.new_tokens), default=0))
-
-    def full(self, slots: int, steps: int) -> list[float]:
-        """Seconds between the arrivals of dispatches, both of all slots and all steps."""
-        whole = [n == slots and fewest == steps for n, fewest in zip(self.sequences, self.fewest, strict=True)]
-        return [self.times[i] - self.times[i - 1] for i in range(1, len(whole)) if whole[i] and whole[i - 1]]
-
-
-def paged_step_seconds(subject: Subject, starts: Sequence[int], tokens: int) -> list[float]:
-    """Seconds of decode steps with every slot in use, as the driver brings them, the host's work included.
-
-    Args:
-      subject: whose sampler.
-      starts: positions that each slot holds at first.
-      tokens: sampled for each.
-    """
-    clock = Clock()
-    driver = subject.driver(subject.engine, on_progress=clock)
-    prompts = random_prompts(subject.model, starts, subject.seed)
-    run_requests(driver, [GenerationRequest(i, 0, prompt, tokens) for i, prompt in enumerate(prompts)])
-    return [interval / subject.steps for interval in clock.full(len(starts), subject.steps)]

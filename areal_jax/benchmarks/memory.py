@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from typing import Any
 
-from areal_jax.benchmarks.generation import Clock, Subject, run_requests
+from areal_jax.benchmarks.generation import Subject, run_requests
 from areal_jax.benchmarks.loads import Load
+from areal_jax.config import ConfigError
+from areal_jax.sampler.driver import Progress
 
 
 def concurrency(subject: Subject, load: Load) -> dict[str, Any]:
@@ -20,10 +22,16 @@ def concurrency(subject: Subject, load: Load) -> dict[str, Any]:
     dense_slots = max(2, subject.slots // 8)
     pages = dense_slots * load.longest // subject.page_size
     engine = subject.other_engine(max_length=load.longest, pages=pages + 1)  # and the page that nobody holds
-    clock = Clock()
-    driver = subject.driver(engine, on_progress=lambda progress: clock(progress) if driver.schedule.queue else None)
+    together: list[int] = []
+
+    def look(progress: Progress) -> None:
+        if driver.schedule.queue:
+            together.append(len(progress.new_tokens))
+
+    driver = subject.driver(engine, on_progress=look)
     seconds = run_requests(driver, load.requests())
-    together = clock.sequences
+    if not together:
+        raise ConfigError(f"requests must wait for pages, so there must be more of them than {max(2, subject.slots // 8)} dense slots; raise '--requests'")
     mean = sum(together) / len(together)
     return {
         "budget_positions": pages * subject.page_size,

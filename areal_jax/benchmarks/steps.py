@@ -1,16 +1,18 @@
 """Milliseconds of a decode step with every slot in use: over pages, over dense caches, and at least.
 
 Invariants:
-* Both sides hold the same lengths, sample the same number of tokens in dispatches of K steps and bring them to the host.
+* Both sides hold the same lengths and random keys and values, decode in dispatches of K steps, enqueue a dispatch before they fetch the tokens
+  of the one before, and count the time from fetch to fetch.
 * They are measured in turn; a step is the median of its side's dispatches.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import statistics
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import jax
@@ -18,20 +20,22 @@ import jax.numpy as jnp
 import numpy as np
 
 from areal_jax.benchmarks.dense import DenseState, dense_decode
-from areal_jax.benchmarks.generation import Subject, paged_step_seconds
+from areal_jax.benchmarks.generation import Subject
 from areal_jax.benchmarks.loads import Load
 from areal_jax.benchmarks.machine import Machine, decode_floor_s
 from areal_jax.models.architecture import ModelConfig
+from areal_jax.sampler.engine import SamplerEngine
+from areal_jax.sampler.state import DecodeState, Insertion
 
-DISPATCHES = 6
-"""Full ones of a measurement, at least."""
+DISPATCHES = 8
+"""Of a measurement; the first is not counted."""
 BUCKET = 64
 """Dense caches are allocated at multiples of so many positions."""
 
 
 def measured_tokens(steps: int) -> int:
     """Tokens that each slot samples in a measurement."""
-    return steps * (DISPATCHES + 2)
+    return steps * DISPATCHES
 
 
 def held_lengths(load: Load, slots: int, seed: int) -> list[int]:
@@ -57,18 +61,62 @@ def dense_state(model: ModelConfig, starts: Sequence[int], length: int, seed: in
     return DenseState(keys, values, tokens, jnp.asarray(starts, jnp.int32), counts, jnp.zeros((slots, 2), jnp.uint32))
 
 
+def paged_state(engine: SamplerEngine, starts: Sequence[int], tokens: int, seed: int) -> tuple[DecodeState, np.ndarray]:
+    """(state, tables) with all slots live, random keys and values, and pages for ``tokens`` more of each, scattered over the cache."""
+    slots, size = engine.max_concurrent_decodes, engine.page_size
+    pages = iter(1 + np.random.default_rng(seed).permutation(engine.pages - 1))
+    tables = np.zeros((slots, engine.sequence_pages), np.int32)
+    for row, start in enumerate(starts):
+        for column in range(-(-(start + tokens) // size)):
+            tables[row, column] = next(pages)
+    state = engine.new_state()
+    normal = jax.jit(lambda key: jax.random.normal(key, state.keys[0].shape, state.keys[0].dtype), out_shardings=engine.state_shardings.keys[0])
+    numbers = iter(range(2 * engine.model.layers))
+    keys, values = (tuple(normal(jax.random.key(next(numbers))) for _ in state.keys) for _ in range(2))
+    whole, ones = np.zeros(slots, np.int32), np.ones(slots, np.float32)
+    names = np.stack([np.arange(slots), np.zeros(slots)], 1).astype(np.uint32)
+    insertion = Insertion(np.arange(slots, dtype=np.int32), whole + 2, np.asarray(starts, np.int32), whole, whole + 2 * tokens, names, ones, whole, ones)
+    return engine.enter(dataclasses.replace(state, keys=keys, values=values), insertion, seed), tables
+
+
+def arrivals(dispatch: Callable[[], Any], fetch: Callable[[Any], Any], steps: int) -> Iterator[float]:
+    """Seconds a step, dispatch by dispatch; the next one is enqueued before the last one's tokens are fetched."""
+    on_the_way, last = dispatch(), 0.0
+    for number in range(DISPATCHES):
+        more = dispatch() if number < DISPATCHES - 1 else None
+        fetch(on_the_way)
+        now = time.perf_counter()
+        if number:
+            yield (now - last) / steps
+        on_the_way, last = more, now
+
+
+def paged_step_seconds(subject: Subject, params: Any, starts: Sequence[int], tokens: int) -> list[float]:
+    """Seconds of decode steps of the engine with every slot in use, for ``DISPATCHES`` dispatches from these lengths on."""
+    engine = subject.engine
+    state, tables = paged_state(engine, starts, tokens, subject.seed)
+    rows = np.argsort(-np.asarray(starts), kind="stable").astype(np.int32)  # the driver's order, longest first
+    tables = tables[rows]
+
+    def dispatch() -> Any:
+        nonlocal state
+        state, chunk = engine.decode(params, state, rows, tables)
+        return chunk
+
+    return list(arrivals(dispatch, lambda chunk: chunk.unpack(), subject.steps))
+
+
 def dense_step_seconds(subject: Subject, params: Any, starts: Sequence[int], tokens: int) -> list[float]:
-    """Seconds of decode steps of the dense baseline, as of ``paged_step_seconds``."""
+    """Seconds of decode steps of the dense baseline, likewise."""
     length = -(-(max(starts) + tokens) // BUCKET) * BUCKET
-    seconds = []
-    for measured in (False, True):
-        state = dense_state(subject.model, starts, length, subject.seed)
-        for _ in range(tokens // subject.steps if measured else 1):
-            began = time.perf_counter()
-            state, made, logprobs = dense_decode(subject.model, params, state, subject.steps)
-            jax.device_get((made, logprobs))
-            seconds.append((time.perf_counter() - began) / subject.steps)
-    return seconds[1:]
+    state = dense_state(subject.model, starts, length, subject.seed)
+
+    def dispatch() -> Any:
+        nonlocal state
+        state, made, logprobs = dense_decode(subject.model, params, state, subject.steps)
+        return made, logprobs
+
+    return list(arrivals(dispatch, jax.device_get, subject.steps))
 
 
 def step_times(subject: Subject, machine: Machine, load: Load, lengths: Sequence[int], repeats: int) -> dict[str, Any]:
@@ -89,8 +137,10 @@ def step_times(subject: Subject, machine: Machine, load: Load, lengths: Sequence
     for name, middle in cases.items():
         starts = [max(1, length - tokens // 2) for length in middle]
         paged, dense = [], []
+        paged_step_seconds(subject, params, starts, tokens)
+        dense_step_seconds(subject, params, starts, tokens)
         for _ in range(repeats):
-            paged += paged_step_seconds(subject, starts, tokens)
+            paged += paged_step_seconds(subject, params, starts, tokens)
             dense += dense_step_seconds(subject, params, starts, tokens)
         paged_s, dense_s = statistics.median(paged), statistics.median(dense)
         floor = decode_floor_s(machine, subject.model, [start + tokens // 2 for start in starts])
@@ -101,6 +151,7 @@ def step_times(subject: Subject, machine: Machine, load: Load, lengths: Sequence
             "decode_tokens_per_s": subject.slots / paged_s,
             "floor_ms": floor * 1e3,
             "roofline_share": floor / paged_s,
+            "dense_roofline_share": floor / dense_s,
             "steps_measured": len(paged) * subject.steps,
         }
     return results
