@@ -65,7 +65,7 @@ def main(argv: list[str]) -> int:
             theirs.save_random(random_model(named), seed)
         name, model, params = make_policy(directory, "", "float32")
         load = make_load(model.vocab_size, requests, values["lengths"], prompt, seed=seed)
-        subject = Subject(named or name, model, params, "float32", slots, load.longest, page_size, chunk, steps, seed)
+        subject = Subject(named or name, model, params, "float32", slots, load.longest, page_size, chunk, steps, seed=seed)
         driver = subject.driver(subject.engine)
         run_requests(driver, load.shortened(SHORTER).requests())
 

@@ -35,7 +35,7 @@ class Subject:
       model: architecture, without end tokens.
       params: as the engine takes them.
       dtype: of the parameters.
-      slots, max_length, page_size, prefill_chunk, steps: as of ``SamplerEngine``.
+      slots, max_length, page_size, prefill_chunk, steps, attention: as of ``SamplerEngine``.
       seed: of everything random.
     """
 
@@ -48,6 +48,7 @@ class Subject:
     page_size: int
     prefill_chunk: int
     steps: int
+    attention: str = "auto"
     seed: int = 0
 
     @functools.cached_property
@@ -68,6 +69,7 @@ class Subject:
             steps=self.steps,
             seed=self.seed,
             dtype=self.dtype,
+            attention=self.attention,
         )
 
     def driver(self, engine: SamplerEngine, **options: Any) -> RolloutDriver:

@@ -32,6 +32,7 @@ DEFAULTS = {
     "page-size": "16",
     "prefill-chunk": "512",
     "dtype": "auto",
+    "attention": "auto",
     "parts": "all",
     "limits": "full",
     "seed": "0",
@@ -54,7 +55,7 @@ def main(argv: list[str]) -> int:
     positions, prompt = flags.several(values, "positions"), flags.span(values, "prompt")
     every_s, seconds = flags.seconds(values, "update-every"), flags.seconds(values, "seconds")
     parts, file = flags.chosen(values, "parts", PARTS), flags.output(values)
-    [limits] = flags.chosen(values, "limits", ("full", "tiny"))
+    [limits], [attention] = flags.chosen(values, "limits", ("full", "tiny")), flags.chosen(values, "attention", ("auto", "plain", "kernel"))
 
     import jax
 
@@ -70,7 +71,7 @@ def main(argv: list[str]) -> int:
     name, model, params = make_policy(values["model"], values["random"] or ("" if values["model"] else "qwen2-small"), dtype, seed)
     load = make_load(model.vocab_size, counts["requests"], values["lengths"], prompt, counts["group"], seed)
     longest = max(load.longest, max(positions) + measured_tokens(counts["steps"]), counts["group-prompt"]) + 2
-    subject = Subject(name, model, params, dtype, counts["slots"], longest, counts["page-size"], chunk, counts["steps"], seed)
+    subject = Subject(name, model, params, dtype, counts["slots"], longest, counts["page-size"], chunk, counts["steps"], attention, seed)
     machine = measure_machine(dtype, tiny=limits == "tiny")
     repeats = counts["repeats"]
     results: dict[str, Any] = {
