@@ -31,7 +31,7 @@ DEFAULTS = {
     "threads": "1,2",
     "repeats": "3",
     "steps": "8",
-    "page-size": "16",
+    "page-size": "32",
     "prefill-chunk": "512",
     "seed": "0",
     "out": "",

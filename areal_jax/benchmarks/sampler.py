@@ -29,7 +29,7 @@ DEFAULTS = {
     "seconds": "24",
     "repeats": "3",
     "steps": "8",
-    "page-size": "16",
+    "page-size": "32",
     "prefill-chunk": "512",
     "dtype": "auto",
     "attention": "auto",
