@@ -64,6 +64,7 @@ class TransformersSide:
             "num_attention_heads": model.heads,
             "num_key_value_heads": model.kv_heads,
             "tie_word_embeddings": model.tie_embeddings,
+            "eos_token_id": 1,  # a checkpoint names one; neither side stops at it here
         }
         if model.head_dim * model.heads != model.hidden_size:
             raise ConfigError(f"transformers' Qwen2 has heads · head_dim = hidden_size; got {model.heads} · {model.head_dim} and {model.hidden_size}")
