@@ -167,7 +167,7 @@ def _rules(c: Config) -> Iterator[tuple[bool, str]]:
         f"'algorithm.advantage={a.advantage}' compares the samples of a group, so 'rollout.group_size' must be at least 2; got {r.group_size}; "
         "or set 'algorithm.advantage=batch'",
     )
-    yield r.prefill_chunk % 16 != 0, f"'rollout.prefill_chunk' must be a multiple of 16; got {r.prefill_chunk}; take {-(-r.prefill_chunk // 16) * 16}"
+    yield r.prefill_chunk % 64 != 0, f"'rollout.prefill_chunk' must be a multiple of 64; got {r.prefill_chunk}; take {-(-r.prefill_chunk // 64) * 64}"
     yield (
         any(not isinstance(text, str) or not text for text in r.stop) or len(set(r.stop)) != len(r.stop),
         f"'rollout.stop' must be different texts of at least one character, as in ('\\n',), or (); got {r.stop!r}",

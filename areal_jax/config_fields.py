@@ -135,7 +135,7 @@ FIELDS: dict[str, Any] = {
         "max_concurrent_groups": F(None, "most groups being generated at once; None: as many as η admits", kind=int, minimum=1, optional=True),
         "page_size": F(32, "tokens of a page of the KV cache", minimum=1),
         "kv_pages": F(0, "pages of a sampler's KV cache; 0: so many that all slots hold the longest sequence; fewer: what runs out is preempted", minimum=0),
-        "prefill_chunk": F(512, "most tokens that are prefilled between two dispatches, a multiple of 16", minimum=16),
+        "prefill_chunk": F(512, "most tokens that are prefilled between two dispatches, a multiple of 64", minimum=64),
         "wait_timeout_s": F(600.0, "longest wait for a batch or an evaluation before the run stops and says what it waited for", above=0.0),
     },
     "trainer": {

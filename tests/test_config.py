@@ -214,7 +214,7 @@ def test_group_of_one_has_no_baseline(name):
         (["model.lora_targets=()"], ("'model.lora_targets'", "got none"), ["model.lora_targets=('up',)"]),
         (["model.head_dim=15"], ("'model.head_dim'", "even", "15"), ["model.head_dim=16"]),
         (["trainer.groups_per_step=5"], ("'trainer.minibatches'", "5 and 2"), ["trainer.groups_per_step=5", "trainer.minibatches=1"]),
-        (["rollout.prefill_chunk=100"], ("'rollout.prefill_chunk'", "multiple of 16", "take 112"), ["rollout.prefill_chunk=112"]),
+        (["rollout.prefill_chunk=100"], ("'rollout.prefill_chunk'", "multiple of 64", "take 128"), ["rollout.prefill_chunk=128"]),
         (["rollout.stop=(1,)"], ("'rollout.stop'", "(1,)"), [r"rollout.stop=('\n',)"]),
         (["rollout.stop=('',)"], ("'rollout.stop'", "('',)"), ["rollout.stop=()"]),
         (["rollout.stop=(';',';')"], ("'rollout.stop'", "different"), ["rollout.stop=(';',)"]),

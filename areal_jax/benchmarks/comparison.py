@@ -2,6 +2,7 @@
 
 Invariants:
 * Both sides run the same checkpoint in float32 on the same cores, on the CPU, sample the same number of tokens for the same prompts, and are warm.
+* The sampler has one replica a core by default, each of one thread; ``transformers`` has threads.
 * ``transformers`` has the batch size and the number of threads that served it best on the same load with lengths divided by 4.
 * Tokens a second count the tokens asked for, on both sides.
 """
@@ -9,6 +10,7 @@ Invariants:
 from __future__ import annotations
 
 import contextlib
+import os
 import statistics
 import tempfile
 from typing import Any
@@ -23,7 +25,8 @@ SHORTER = 4
 DEFAULTS = {
     "model": "",
     "random": "",
-    "slots": "64",
+    "slots": "256",
+    "replicas": "0",
     "requests": "256",
     "lengths": "longtail:32:256",
     "prompt": "8:24",
@@ -44,15 +47,23 @@ def main(argv: list[str]) -> int:
     slots, requests, repeats, steps, page_size, chunk = (
         flags.whole(values, name) for name in ("slots", "requests", "repeats", "steps", "page-size", "prefill-chunk")
     )
+    replicas = flags.whole(values, "replicas", 0)
     seed, prompt, file = flags.whole(values, "seed", 0), flags.span(values, "prompt"), flags.output(values)
     batches, threads = flags.several(values, "batches"), flags.several(values, "threads")
     with contextlib.ExitStack() as stack:
         directory = values["model"] or stack.enter_context(tempfile.TemporaryDirectory())
         theirs = stack.enter_context(TransformersSide(directory))
 
+        replicas = replicas or len(os.sched_getaffinity(0))
+        if slots % replicas:
+            raise ConfigError(f"'--slots' must be a multiple of '--replicas' = {replicas}; got {slots}")
+        if replicas > 1:  # else each replica's operations would be divided among the threads that the others need
+            os.environ["XLA_FLAGS"] = os.environ.get("XLA_FLAGS", "") + " --xla_cpu_multi_thread_eigen=false"
+
         import jax
 
-        from areal_jax.benchmarks.generation import Subject, run_requests
+        jax.config.update("jax_num_cpu_devices", replicas)
+        from areal_jax.benchmarks.generation import Subject, replicated, run_requests
         from areal_jax.benchmarks.machine import cores
         from areal_jax.benchmarks.policies import make_policy, parameter_count, random_model
         from areal_jax.benchmarks.report import deliver
@@ -66,7 +77,7 @@ def main(argv: list[str]) -> int:
         name, model, params = make_policy(directory, "", "float32")
         load = make_load(model.vocab_size, requests, values["lengths"], prompt, seed=seed)
         subject = Subject(named or name, model, params, "float32", slots, load.longest, page_size, chunk, steps, seed=seed)
-        driver = subject.driver(subject.engine)
+        driver = replicated(subject, replicas)
         run_requests(driver, load.shortened(SHORTER).requests())
 
         short = load.shortened(SHORTER)
@@ -96,7 +107,7 @@ def main(argv: list[str]) -> int:
             "seconds": seconds["transformers"],
             "tokens_per_s": load.tokens / medians["transformers"],
         },
-        "sampler": {"slots": slots, "seconds": seconds["sampler"], "tokens_per_s": load.tokens / medians["sampler"]},
+        "sampler": {"slots": slots, "replicas": replicas, "seconds": seconds["sampler"], "tokens_per_s": load.tokens / medians["sampler"]},
         "sampler_over_transformers": medians["transformers"] / medians["sampler"],
     }
     deliver(f"sampler against transformers: {subject.name}, float32", results, file)

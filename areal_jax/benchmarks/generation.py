@@ -15,12 +15,16 @@ from typing import Any
 
 import jax
 import numpy as np
+from jax.sharding import Mesh
 
 from areal_jax.benchmarks.loads import Load
 from areal_jax.cluster.meshes import build_mesh
 from areal_jax.models.architecture import ModelConfig
+from areal_jax.models.policy import param_shapes
+from areal_jax.models.sharding import named_shardings, param_specs
 from areal_jax.sampler.driver import RolloutDriver
 from areal_jax.sampler.engine import SamplerEngine
+from areal_jax.sampler.replicas import Replicas, replica_meshes
 from areal_jax.types import GenerationRequest, WeightUpdate
 
 DEADLINE_S = 36000.0
@@ -56,11 +60,11 @@ class Subject:
         """With pages for all slots; one and the same, so that its programs are compiled once."""
         return self.other_engine()
 
-    def other_engine(self, *, max_length: int = 0, slots: int = 0, pages: int = 0) -> SamplerEngine:
-        """A new engine with some settings of its own; 0: the subject's, and pages for all slots."""
+    def other_engine(self, *, max_length: int = 0, slots: int = 0, pages: int = 0, mesh: Mesh | None = None) -> SamplerEngine:
+        """A new engine with some settings of its own; 0: the subject's, and pages for all slots; on the first device if no mesh is given."""
         return SamplerEngine(
             self.model,
-            build_mesh(jax.devices()[:1]),
+            mesh or build_mesh(jax.devices()[:1]),
             slots=slots or self.slots,
             max_length=max_length or self.max_length,
             page_size=self.page_size,
@@ -79,7 +83,19 @@ class Subject:
         return driver
 
 
-def run_requests(driver: RolloutDriver, requests: Sequence[GenerationRequest]) -> float:
+def replicated(subject: Subject, count: int) -> RolloutDriver | Replicas:
+    """A sampler of so many replicas, each on a device of its own with its part of the slots, with all its programs compiled."""
+    if count == 1:
+        return subject.driver(subject.engine)
+    mesh = build_mesh(jax.devices()[:count], data=count)
+    engines = [subject.other_engine(slots=subject.slots // count, mesh=part) for part in replica_meshes(mesh)]
+    shardings = named_shardings(mesh, param_specs(subject.model), param_shapes(subject.model))
+    sampler = Replicas(engines, WeightUpdate(0, jax.device_put(subject.params, shardings)), seed=subject.seed)
+    sampler.warm_up()
+    return sampler
+
+
+def run_requests(driver: RolloutDriver | Replicas, requests: Sequence[GenerationRequest]) -> float:
     """Seconds from the first request to the last token.
 
     Raises:

@@ -23,7 +23,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from areal_jax.sampler.engine import BLOCK, SamplerEngine
+from areal_jax.sampler.engine import SamplerEngine
 from areal_jax.sampler.scheduler import Piece, Scheduler
 from areal_jax.sampler.sequences import Sequence
 from areal_jax.sampler.state import Blocks, Chunk, Insertion
@@ -267,7 +267,7 @@ class RolloutDriver:
         with self._lock:
             if rebuild and not self.schedule.rebuilding:
                 return False
-            pieces = self.schedule.pieces(self.engine.block_buckets[-1], BLOCK)
+            pieces = self.schedule.pieces(self.engine.block_buckets[-1], self.engine.block)
             copies = self.schedule.copies()
             blocks = self._blocks(pieces) if pieces else None
             self.statistics.prefill_tokens += sum(len(piece.tokens) for piece in pieces)

@@ -34,9 +34,9 @@ from areal_jax.sampler.state import Blocks, Chunk, DecodeState, Insertion
 
 DISPATCH = threading.Lock()
 """Held while a program is enqueued: programs with collectives must come in one order on all devices."""
-BLOCK = 16
-"""Tokens of a sequence that one row of a prefill computes."""
-FEWEST_ROWS, FEWEST_BLOCKS = 8, 4
+CPU_BLOCK, BLOCK = 8, 64
+"""Tokens of a sequence that one row of a prefill computes: few on a CPU, where padding costs what it is; elsewhere what fills a matrix unit (not measured)."""
+FEWEST_ROWS, FEWEST_BLOCKS = 4, 4
 """Decoding is not compiled for fewer rows, prefill not for fewer blocks."""
 
 
@@ -50,7 +50,7 @@ class SamplerEngine(JetStreamMethods, jetstream.Engine):
       max_length: longest sequence, prompt and response.
       page_size: tokens of a page of the KV cache.
       pages: of the cache; 0: as many as ``slots`` sequences of ``max_length`` need.
-      prefill_chunk: most tokens that one prefill program computes, a multiple of ``BLOCK``.
+      prefill_chunk: most tokens that one prefill program computes, a multiple of ``block``.
       steps: most decode steps of a dispatch (K).
       temperature, top_k, top_p: the sampling distribution.
       per_request: requests bring their own distribution (``GenerationRequest.sampling``), and a dispatch tells raw log-probs too.
@@ -61,7 +61,7 @@ class SamplerEngine(JetStreamMethods, jetstream.Engine):
       attention: backend of decoding, as for ``paged_attention``.
 
     Raises:
-      ValueError: the pages cannot hold one sequence of ``max_length``, or the chunk is no multiple of ``BLOCK``.
+      ValueError: the pages cannot hold one sequence of ``max_length``, or the chunk is no multiple of ``block``.
     """
 
     def __init__(
@@ -94,11 +94,14 @@ class SamplerEngine(JetStreamMethods, jetstream.Engine):
                 f"the cache's pages must exceed the {self.sequence_pages + 1} that one sequence of {max_length} tokens may need in pages of {page_size}; "
                 f"got {self.pages}; raise 'rollout.kv_pages', or set it to 0"
             )
-        if prefill_chunk % BLOCK or prefill_chunk < BLOCK:
-            raise ValueError(f"prefill_chunk must be a multiple of {BLOCK}; got {prefill_chunk}")
         cpu = mesh.devices.flat[0].platform == "cpu"
-        self.block_buckets = _parts(prefill_chunk // BLOCK, FEWEST_BLOCKS, 2 if cpu else 4)
-        self.row_buckets = _parts(slots, FEWEST_ROWS, 2 if cpu else 4)
+        self.block = CPU_BLOCK if cpu else BLOCK
+        if prefill_chunk % self.block or prefill_chunk < self.block:
+            raise ValueError(f"prefill_chunk must be a multiple of {self.block}; got {prefill_chunk}")
+        self.block_buckets = _parts(prefill_chunk // self.block, FEWEST_BLOCKS, 2 if cpu else 4)
+        halves = _parts(slots, FEWEST_ROWS, 2 if cpu else 4)
+        # On a CPU rows cost what they are: a size between each two of the larger ones.
+        self.row_buckets = tuple(sorted({*halves, *(rows * 3 // 4 for rows in halves if cpu and rows > 4 * FEWEST_ROWS)}))
         self._sampling, self.per_request, self.top_logprobs = (temperature, top_k, top_p), per_request, top_logprobs
         self.param_shardings = named_shardings(mesh, param_specs(model), param_shapes(model))
         self.param_dtype = jnp.dtype(dtype)
@@ -168,7 +171,7 @@ class SamplerEngine(JetStreamMethods, jetstream.Engine):
     def no_blocks(self, count: int) -> Blocks:
         """Blocks on the host, none of them used, to be filled in."""
         zeros = np.zeros(count, np.int32)
-        return Blocks(np.full((count, BLOCK), self.model.pad_id, np.int32), zeros, zeros.copy(), np.zeros((count, self.sequence_pages), np.int32))
+        return Blocks(np.full((count, self.block), self.model.pad_id, np.int32), zeros, zeros.copy(), np.zeros((count, self.sequence_pages), np.int32))
 
     def check_params(self, params: Any) -> None:
         """Refuses parameters that the programs would have to convert, move or be compiled anew for.

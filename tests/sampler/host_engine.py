@@ -56,7 +56,7 @@ class HostEngine:
         self.max_concurrent_decodes, self.max_length, self.page_size, self.steps = slots, max_length, page_size, steps
         self.sequence_pages = -(-max_length // page_size)
         self.pages = max(pages, self.sequence_pages + 2)
-        self.block_buckets, self.row_buckets, self.width = tuple(sorted({1, blocks})), tuple(sorted({max(1, slots // 2), slots})), width
+        self.block_buckets, self.row_buckets, self.block = tuple(sorted({1, blocks})), tuple(sorted({max(1, slots // 2), slots})), width
         self.ends, self.texts, self.admitted = ends, texts, admitted
         self.slots: dict[int, Slot] = {}
         self.entries: dict[tuple[int, int], tuple[int, int, int]] = {}  # (page, offset) → (token, name of the text, oldest version)
@@ -72,7 +72,7 @@ class HostEngine:
 
     def no_blocks(self, count):
         zeros = np.zeros(count, np.int32)
-        return Blocks(np.full((count, self.width), -1, np.int32), zeros, zeros.copy(), np.zeros((count, self.sequence_pages), np.int32))
+        return Blocks(np.full((count, self.block), -1, np.int32), zeros, zeros.copy(), np.zeros((count, self.sequence_pages), np.int32))
 
     def _place(self, table, position):
         return int(table[position // self.page_size]), position % self.page_size
@@ -127,13 +127,13 @@ class HostEngine:
             assert stands[:2] == (token, name), f"{slot.key}: another text's entry at {position}"
             assert self.admitted[slot.key] <= stands[2] <= version, f"{slot.key}: entry of version {stands[2]} at {position}, under {version}"
 
-    def decode(self, version, state, rows, tables, stop_below=1):
+    def decode(self, version, state, rows, tables, *, steps, stop_below):
         assert len(rows) in self.row_buckets and tables.shape == (len(rows), self.sequence_pages)
         own = [self.slots[slot] if slot < self.max_concurrent_decodes else None for slot in rows.tolist()]
         tokens, logprobs = np.zeros((len(rows), self.steps), np.int32), np.zeros((len(rows), self.steps), np.float32)
         valid = np.zeros(len(rows), np.int32)
         self.before()
-        for step in range(self.steps):
+        for step in range(steps):
             live = [(row, slot) for row, slot in enumerate(own) if slot is not None and slot.live]
             if len(live) < max(1, stop_below):
                 break

@@ -8,7 +8,7 @@ import numpy as np
 import numpy_policy
 import pytest
 
-from areal_jax.sampler.engine import BLOCK
+from areal_jax.sampler.engine import CPU_BLOCK as BLOCK
 from areal_jax.sampler.state import Insertion
 
 MARK = 7.0
@@ -84,10 +84,10 @@ def exact(model, params, tokens):
 
 
 def test_programs_have_declared_sizes(engine_of):
-    assert engine_of(prefill_chunk=16 * BLOCK).block_buckets == (1, 4, 16)
+    assert engine_of(prefill_chunk=16 * BLOCK).block_buckets == (4, 8, 16)
     assert engine_of(prefill_chunk=BLOCK).block_buckets == (1,)
-    assert engine_of(slots=32).row_buckets == (8, 16, 32)
-    assert engine_of(slots=20).row_buckets == (8, 10, 20)
+    assert engine_of(slots=32).row_buckets == (4, 8, 16, 24, 32)
+    assert engine_of(slots=20).row_buckets == (4, 5, 10, 15, 20)
     assert engine_of(slots=3).row_buckets == (3,)
 
 

@@ -110,7 +110,7 @@ def test_an_update_is_told_once_all_replicas_use_it(replicas_of, requests, judge
 
 def test_a_failing_replica_ends_the_others_and_is_raised(replicas_of, requests, monkeypatch):
     replicas, _ = replicas_of()
-    monkeypatch.setattr(replicas.drivers[1].schedule, "admit", lambda: (_ for _ in ()).throw(RuntimeError("a device is gone")))
+    monkeypatch.setattr(replicas.drivers[1].schedule, "admit", lambda **_: (_ for _ in ()).throw(RuntimeError("a device is gone")))
     replicas.submit(requests)
     with pytest.raises(RuntimeError, match="a device is gone"):
         for _ in range(100):

@@ -10,7 +10,6 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from areal_jax.sampler import driver as driver_module
 from areal_jax.sampler.driver import RolloutDriver
 from areal_jax.sampler.pages import PagePool
 from areal_jax.sampler.sequences import WAITS
@@ -228,14 +227,6 @@ class World:
             assert trajectory.behaviour_logprobs.tolist() == [host_engine.logprob_of(key, t, int(v)) for t, v in enumerate(trajectory.versions)]
             assert np.all(np.diff(trajectory.versions) >= 0)
             assert self.plan.interruptible or len(set(trajectory.versions.tolist())) == 1 or "move" in {name for name, _ in self.plan.actions}
-
-
-@pytest.fixture(autouse=True, scope="module")
-def narrow_blocks():
-    """The driver cuts pieces of ``BLOCK`` tokens; here so few that prompts of some tokens have several."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(driver_module, "BLOCK", 3)
-        yield
 
 
 @st.composite

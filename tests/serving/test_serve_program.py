@@ -35,7 +35,7 @@ def start(tmp_path_factory):
 
     def run(*overrides):
         settings = (f"model.path={folder / 'policy'}", f"cluster.compilation_cache={folder / 'cache'}", "cluster.host_devices=1", "rollout.slots=8")
-        settings += ("rollout.steps_per_dispatch=2", "rollout.prefill_chunk=32", "serve.port=0", "serve.grpc_port=0", *overrides)
+        settings += ("rollout.steps_per_dispatch=2", "rollout.prefill_chunk=64", "serve.port=0", "serve.grpc_port=0", *overrides)
         command = [sys.executable, str(ROOT / "launch" / "serve.py"), f"--config={ROOT / 'configs' / 'math.py'}", *(f"--config.{s}" for s in settings)]
         environment = {**os.environ, "JAX_PLATFORMS": "cpu", "PYTHONPATH": str(ROOT)}
         process = subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
