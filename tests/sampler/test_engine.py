@@ -23,7 +23,9 @@ def marked(engine):
 
 
 def blocks(engine, pieces):
-    """Pieces (tokens, first position, pages) in the smallest program that takes them."""
+    """Pieces (tokens, first position, pages), cut into blocks, in the smallest program that takes them."""
+    cut = range(0, engine.max_length, engine.block)
+    pieces = [(tokens[i : i + engine.block], start + i, pages) for tokens, start, pages in pieces for i in cut if i < len(tokens)]
     made = engine.no_blocks(next(n for n in engine.block_buckets if n >= len(pieces)))
     for row, (tokens, start, pages) in enumerate(pieces):
         made.tokens[row, : len(tokens)], made.starts[row], made.counts[row] = tokens, start, len(tokens)
