@@ -182,11 +182,11 @@ def test_a_dispatch_ends_early_with_few_live_rows(engine_of, update_of):
     engine = engine_of()
     params = update_of(engine).params
     state, (long, short) = started(engine, params)
-    state, chunk = engine.decode(params, state, rows(engine, 1, 3), tables(engine, short, long), 2)
+    state, chunk = engine.decode(params, state, rows(engine, 1, 3), tables(engine, short, long), stop_below=2)
     assert chunk.unpack().valid.tolist() == [2, 2, 0, 0] and chunk.unpack().live.tolist() == [True, False, False, False]
-    state, chunk = engine.decode(params, state, rows(engine, 1, 3), tables(engine, short, long), 2)
+    state, chunk = engine.decode(params, state, rows(engine, 1, 3), tables(engine, short, long), stop_below=2)
     assert chunk.unpack().valid.tolist() == [0, 0, 0, 0]
-    state, chunk = engine.decode(params, state, rows(engine, 1, 3), tables(engine, short, long), 1)
+    state, chunk = engine.decode(params, state, rows(engine, 1, 3), tables(engine, short, long), stop_below=1)
     assert chunk.unpack().valid.tolist() == [4, 0, 0, 0]
 
 
@@ -201,7 +201,7 @@ def test_a_freed_slot_is_not_decoded(engine_of, update_of):
 
 
 def test_per_request_rows_tell_raw_and_likeliest_logprobs(engine_of, update_of, host_params, full_logits):
-    engine = engine_of(per_request=True, top_logprobs=3, prefill_chunk=BLOCK * 2)
+    engine = engine_of(per_request=True, top_logprobs=3, prefill_chunk=BLOCK * 4)
     params = update_of(engine).params
     pages, samplings = ((9, 2, 30, 31), (17, 5, 6, 7)), ((0.5, 4, 1.0), (1.5, 0, 0.7))
     state = engine.prefill_blocks(params, engine.new_state(), blocks(engine, [(LONG[:-1], 0, pages[0]), (SHORT[:-1], 0, pages[1])]))
@@ -246,7 +246,7 @@ def test_bfloat16_parameters_are_cast_on_the_way_and_required_after(engine_of, h
 def test_more_tensor_shards_than_key_heads(engine_of, host_params, model):
     """Query heads are divided over tensor; keys and values, which are fewer, are on every device."""
     assert model.kv_heads < model.heads
-    engine = engine_of(mesh=(1, 1, model.heads), prefill_chunk=BLOCK)
+    engine = engine_of(mesh=(1, 1, model.heads), prefill_chunk=4 * BLOCK)
     state = engine.prefill_blocks(engine.load_params(host_params(0)), engine.new_state(), blocks(engine, [(LONG, 0, (9, 2, 30))]))
     assert state.keys[0].is_fully_replicated
     np.testing.assert_allclose(held(state, (9, 2, 30), 11), exact(model, host_params(0), LONG), atol=1e-5)
