@@ -131,8 +131,8 @@ class RolloutDriver:
         """Queues requests, first come first served.
 
         Raises:
-          ValueError: a request cannot fit the engine's longest sequence, has no token left to generate, or brings a distribution to an engine that
-            has one of its own.
+          ValueError: a request cannot fit the engine's longest sequence, has no token left to generate, brings a distribution to an engine that
+            has one of its own, or has the key of another one that is unfinished.
         """
         requests = list(requests)
         for request in requests:

@@ -92,6 +92,10 @@ class Replicas:
         for request in requests:
             self.drivers[0].check_request(request)
         with self._lock:
+            waiting = {r.key for group in self._queue for r in group}
+            unfinished = [r.key for r in requests if r.key in waiting or any(r.key in driver.schedule for driver in self.drivers)]
+            if unfinished or len({r.key for r in requests}) < len(requests):
+                raise ValueError(f"requests must have keys of their own; twice or unfinished: {unfinished or 'in this call'}; cancel the old ones first")
             self._queue.extend(list(group) for _, group in itertools.groupby(requests, key=lambda r: r.group_id))
             self._hand_out()
 

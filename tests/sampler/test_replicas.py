@@ -72,6 +72,9 @@ def test_a_group_stays_together_and_goes_where_pages_are_free(replicas_of):
     where = [{r.group_id for r in driver.schedule.queue} for driver in replicas.drivers]
     assert where[0] and where[1] and not where[0] & where[1]
     assert len(replicas._queue) == 2, "the others wait here while every replica has enough queued"
+    for again in ((0, 0), (3, 1)):  # one in a replica's queue, one that waits here
+        with pytest.raises(ValueError, match="keys of their own"):
+            replicas.submit([GenerationRequest(*again, prompt, 4)])
     replicas.cancel([(g, 0) for g in range(4)])
     assert replicas.unfinished == 4 and set(replicas.partials()) == {(g, 1) for g in range(4)}
 
