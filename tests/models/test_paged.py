@@ -195,7 +195,7 @@ def test_a_kernel_that_is_not_there_is_refused_with_the_reason(monkeypatch, plat
     options = {"page_size": 16, "head_dim": 128, "dtype": jnp.bfloat16} | changes
     wider = options.pop("wider", 0)
     *arrays, tables, starts = problem(9, [3, 20], **options)
-    with pytest.raises(ConfigError, match=rf"'kernel'.*{words}.*'auto'"):
+    with pytest.raises(ConfigError, match=rf"'model\.attention=kernel'.*{words}.*model\.attention=auto"):
         paged_attention(*arrays, np.pad(tables, ((0, 0), (0, wider))), starts, backend="kernel")
 
 
