@@ -19,7 +19,7 @@ from jax.sharding import Mesh
 
 from areal_jax.cluster.meshes import Meshes, make_meshes, set_host_devices
 from areal_jax.config import Config, ConfigError, put
-from areal_jax.config_devices import check_heads
+from areal_jax.config_devices import check_heads, check_pages
 from areal_jax.controller.evaluation import Evaluator
 from areal_jax.data.task import Task, load_task, settle_lengths
 from areal_jax.models.adapters import add
@@ -56,6 +56,7 @@ def load_problems(config: Config) -> tuple[Tokenizer, Task, Config]:
     task = load_task(config, tokenizer)
     settled = config.copy_and_resolve_references()
     longest, capacity = settle_lengths(config, task)
+    check_pages(config, longest)
     if model is not None:
         check_positions(config, model, longest)
     put(settled, "trainer.micro_batch_tokens", capacity)
@@ -154,22 +155,19 @@ def make_engines(
     parts = replica_meshes(meshes.sampler)
     ends = dict.fromkeys((*model.eos_ids, *(() if served else stop_ids(config, tokenizer))))
     own = {"per_request": True, "top_logprobs": min(MOST_LOGPROBS["chat"], model.vocab_size)} if served else {}
-    try:
-        return [
-            SamplerEngine(
-                dataclasses.replace(model, eos_ids=tuple(ends)),
-                mesh,
-                slots=config.rollout.slots // len(parts),
-                max_length=longest,
-                seed=config.seed,
-                tokenizer=tokenizer,
-                **engine_settings(config, temperature),
-                **own,
-            )
-            for mesh in parts
-        ]
-    except ValueError as error:
-        raise ConfigError(f"'rollout.kv_pages': {error}") from error
+    return [
+        SamplerEngine(
+            dataclasses.replace(model, eos_ids=tuple(ends)),
+            mesh,
+            slots=config.rollout.slots // len(parts),
+            max_length=longest,
+            seed=config.seed,
+            tokenizer=tokenizer,
+            **engine_settings(config, temperature),
+            **own,
+        )
+        for mesh in parts
+    ]
 
 
 def evaluation_engines(config: Config, engines: list[SamplerEngine], make: Callable[[float], list[SamplerEngine]]) -> list[SamplerEngine]:
@@ -290,6 +288,7 @@ def load_served(config: Config) -> tuple[Tokenizer, Limits]:
     longest = config.serve.max_length or min(model.max_positions or SERVED_LENGTH, SERVED_LENGTH)
     if model.max_positions and longest > model.max_positions:
         raise ConfigError(f"'serve.max_length' must be at most the {model.max_positions} positions that '{config.model.path}' was made for; got {longest}")
+    check_pages(config, longest)
     name = config.serve.name or pathlib.Path(config.model.path).resolve().name
     return tokenizer, Limits(name, longest, model.vocab_size, config.rollout.slots + config.serve.max_waiting)
 

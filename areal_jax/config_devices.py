@@ -93,6 +93,25 @@ def row_capacity(config: Config, longest: int) -> int:
     return config.trainer.micro_batch_tokens or -(-max(192, longest) // step) * step
 
 
+def fewest_pages(longest: int, page_size: int) -> int:
+    """The smallest KV cache with which an engine runs: one longest sequence, one page beside it, and the scrap page."""
+    return -(-longest // page_size) + 2
+
+
+def check_pages(config: Config, longest: int) -> None:
+    """Refuses a KV cache that cannot hold one sequence of ``longest`` tokens.
+
+    Raises:
+      ConfigError: naming the fewest pages.
+    """
+    fewest = fewest_pages(longest, config.rollout.page_size)
+    if 0 < config.rollout.kv_pages < fewest:
+        raise ConfigError(
+            f"'rollout.kv_pages' must be at least {fewest} for sequences of up to {longest} tokens in pages of {config.rollout.page_size}; "
+            f"got {config.rollout.kv_pages}; raise it, or set it to 0"
+        )
+
+
 def check_devices(config: Config, available: int) -> tuple[int, int, bool]:
     """``divide_devices``, with the meshes, rows and slots checked against them.
 

@@ -51,6 +51,11 @@ def test_setting_of_attention_reaches_the_sampler():
         engine.lower_decode()
 
 
+def test_pages_too_few_for_the_longest_sequence_are_refused_before_the_policy_is_made():
+    with pytest.raises(ConfigError, match=r"'rollout\.kv_pages' must be at least .* got 3; raise it"):
+        load_problems(config_of(kv_pages=3))
+
+
 def test_a_stop_text_of_two_tokens_is_refused_before_the_problems_are_made():
     with pytest.raises(ConfigError, match=r"'rollout\.stop': .*'ab' is 2: 'a' 'b'"):
         load_problems(config_of(stop=("ab",)))

@@ -8,6 +8,7 @@ Invariants:
 from __future__ import annotations
 
 import concurrent.futures
+import dataclasses
 import functools
 import importlib.util
 import multiprocessing
@@ -17,6 +18,7 @@ from typing import Any
 from areal_jax.benchmarks.loads import Load
 from areal_jax.config import ConfigError
 from areal_jax.models.architecture import ModelConfig
+from areal_jax.models.config_json import config_json
 
 
 def check_installed() -> None:
@@ -56,16 +58,7 @@ class TransformersSide:
         """
         if model.family != "qwen2":
             raise ConfigError(f"a new policy for transformers must be of the family qwen2; got {model.family}; save one yourself and name it by --model")
-        sizes = {
-            "vocab_size": model.vocab_size,
-            "hidden_size": model.hidden_size,
-            "intermediate_size": model.mlp_size,
-            "num_hidden_layers": model.layers,
-            "num_attention_heads": model.heads,
-            "num_key_value_heads": model.kv_heads,
-            "tie_word_embeddings": model.tie_embeddings,
-            "eos_token_id": 1,  # a checkpoint names one; neither side stops at it here
-        }
+        sizes = config_json(dataclasses.replace(model, eos_ids=(1,)), "float32", {})  # a checkpoint names an end token; neither side stops at it here
         if model.head_dim * model.heads != model.hidden_size:
             raise ConfigError(f"transformers' Qwen2 has heads · head_dim = hidden_size; got {model.heads} · {model.head_dim} and {model.hidden_size}")
         self._pool.submit(_save_random, self._directory, sizes, seed).result()

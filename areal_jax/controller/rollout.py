@@ -113,9 +113,9 @@ class Rollout:
         self._stop.set()
         if self._thread is not None:
             self._thread.join(timeout_s)
+            self.sampler.close(timeout_s)
             if self._thread.is_alive():
                 raise TimeoutError(f"the rollout thread did not end within {timeout_s:g} s: a dispatch of the sampler is still running")
-            self.sampler.close(timeout_s)
 
     def _run(self) -> None:
         try:

@@ -18,7 +18,7 @@ import numpy as np
 from jax.sharding import AbstractMesh, AxisType
 
 from areal_jax.config import Config, ConfigError, put
-from areal_jax.config_devices import MESH_AXES, check_heads, divide_devices, mesh_sizes, row_capacity
+from areal_jax.config_devices import MESH_AXES, check_heads, check_pages, divide_devices, fewest_pages, mesh_sizes, row_capacity
 from areal_jax.models.architecture import ModelConfig, adapted, new_model
 from areal_jax.models.config_json import read_model
 from areal_jax.models.files import PolicyFilesError
@@ -119,8 +119,8 @@ class Setup:
 
     @property
     def fewest_pages(self) -> int:
-        """The smallest cache with which an engine runs: one longest sequence, one page beside it, and the scrap page."""
-        return self.sequence_pages + 2
+        """Of a cache with which an engine runs."""
+        return fewest_pages(self.longest, self.config.rollout.page_size)
 
     @property
     def mean_pages(self) -> int:
@@ -205,11 +205,7 @@ def make_setup(config: Config, topology: Topology, prompt: int | None = None, re
     check_heads(config, model.heads, "the policy's heads")
     axes = {role: Axes(**mesh_sizes(config, role, count)) for role, count in (("trainer", trainer), ("sampler", sampler))}
     settled = with_meshes(Setup(config, model, topology, axes["trainer"], axes["sampler"], workload))
-    if 0 < config.rollout.kv_pages < settled.fewest_pages:
-        raise ConfigError(
-            f"'rollout.kv_pages' must be at least {settled.fewest_pages} for sequences of up to {longest} tokens in pages of {config.rollout.page_size}; "
-            f"got {config.rollout.kv_pages}; raise it, or set it to 0"
-        )
+    check_pages(config, longest)
     return dataclasses.replace(settled, notes=(*settled.notes, *machine_notes(config, model, topology)))
 
 

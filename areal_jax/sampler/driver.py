@@ -24,12 +24,11 @@ import jax
 import numpy as np
 
 from areal_jax.sampler.engine import SamplerEngine
-from areal_jax.sampler.scheduler import Piece, Scheduler
+from areal_jax.sampler.scheduler import Key, Piece, Scheduler
 from areal_jax.sampler.sequences import Sequence
 from areal_jax.sampler.state import Blocks, Chunk, Insertion
 from areal_jax.types import GenerationRequest, NewTokens, Sampling, Trajectory, WeightUpdate
 
-Key = tuple[int, int]
 AHEAD = 1
 """Dispatches that are enqueued while an earlier one's tokens are fetched."""
 FILLING_STEPS = 2
@@ -75,6 +74,13 @@ class _Dispatch:
     version: int
     chunk: Chunk
     start: float
+
+
+def check_keys(requests: list[GenerationRequest], unfinished: Callable[[Key], bool]) -> None:
+    """Refuses requests of one key, or with the key of an unfinished one (ValueError)."""
+    taken = [request.key for request in requests if unfinished(request.key)]
+    if taken or len({request.key for request in requests}) < len(requests):
+        raise ValueError(f"requests must have keys of their own; twice or unfinished: {taken or 'in this call'}; cancel the old ones first")
 
 
 class RolloutDriver:
@@ -138,10 +144,7 @@ class RolloutDriver:
         for request in requests:
             self.check_request(request)
         with self._wake:
-            names = {request.key for request in requests}
-            taken = [request.key for request in requests if request.key in self.schedule]
-            if taken or len(names) < len(requests):
-                raise ValueError(f"requests must have keys of their own; twice or unfinished: {taken or 'in this call'}; cancel the old ones first")
+            check_keys(requests, self.schedule.__contains__)
             self.schedule.submit(requests)
             self._wake.notify_all()
 
@@ -237,6 +240,7 @@ class RolloutDriver:
         begun = time.monotonic()
         while self._fill(rebuild=True):
             pass
+        assert not self.schedule.rebuilding, "a sequence would be decoded from pages of the old weights"
         if running:
             jax.block_until_ready(self._state.keys)
         end = time.monotonic()
@@ -260,7 +264,7 @@ class RolloutDriver:
             if decoding or not more:
                 break
         if requests:
-            self._trace("prefill", start, time.monotonic(), requests=requests)
+            self._trace("enqueue prefill", start, time.monotonic(), requests=requests)
 
     def _fill(self, rebuild: bool = False) -> bool:
         """Enqueues the next prefill program, if there is something to fill; with ``rebuild`` only until the decoding sequences are filled."""

@@ -119,7 +119,6 @@ class SamplerEngine(JetStreamMethods, jetstream.Engine):
         self._new = jax.jit(lambda: jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), self.abstract_state()), out_shardings=state)
         self._copy = jax.jit(self._copy_body, donate_argnums=0, in_shardings=(state, copy, copy), out_shardings=state)
         self._enter = jax.jit(self._enter_body, donate_argnums=0, in_shardings=(state, copy, copy), out_shardings=state)
-        self._free = jax.jit(self._free_body, donate_argnums=0, in_shardings=(state, copy), out_shardings=state)
         self.compile_jetstream()
 
     # What the driver calls.
@@ -227,11 +226,6 @@ class SamplerEngine(JetStreamMethods, jetstream.Engine):
         with DISPATCH:
             return self._decode[self.steps](params, state, rows, tables, np.array([steps or self.steps, max(1, stop_below)], np.int32))
 
-    def free_resource(self, state: DecodeState, slots: np.ndarray) -> DecodeState:
-        """The state with slots marked by bool [slots] not live any more."""
-        with DISPATCH:
-            return self._free(state, slots)
-
     # The programs.
 
     def _cached(self, params: Any, keys: list[Any], values: list[Any], tokens: jax.Array, tables: jax.Array, starts: jax.Array, counts: jax.Array) -> jax.Array:
@@ -307,9 +301,6 @@ class SamplerEngine(JetStreamMethods, jetstream.Engine):
         values = {name: getattr(new, name) for name in ("positions", "counts", "limits", "temperature", "top_k", "top_p")}
         values |= {"tokens": new.last_tokens, "live": True, "request_keys": request_keys(seed, new.streams[:, 0], new.streams[:, 1])}
         return dataclasses.replace(state, **{name: getattr(state, name).at[new.slots].set(value, mode="drop") for name, value in values.items()})
-
-    def _free_body(self, state: DecodeState, slots: jax.Array) -> DecodeState:
-        return dataclasses.replace(state, live=state.live & ~slots)
 
     @property
     def max_concurrent_decodes(self) -> int:

@@ -31,6 +31,7 @@ class JetStreamMethods:
     param_shardings: Any
     state_shardings: Any
     cache_shardings: Any
+    new_state: Any
     _slots: int
     _tokenizer: Any
     _replicated: Any
@@ -109,9 +110,6 @@ class JetStreamMethods:
                 f"JetStream's interface holds the longest sequence in every slot, which needs {needed} pages; got {self.pages}; make it with pages=0"
             )
         return self.new_state()
-
-    def new_state(self) -> DecodeState:
-        raise NotImplementedError
 
     def load_params(self, params: Any) -> Any:
         """JetStream: parameters placed as this engine wants them."""

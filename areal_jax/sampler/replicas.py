@@ -23,7 +23,7 @@ import jax
 import numpy as np
 from jax.sharding import Mesh, NamedSharding
 
-from areal_jax.sampler.driver import DriverStatistics, Key, Progress, RolloutDriver
+from areal_jax.sampler.driver import DriverStatistics, Key, Progress, RolloutDriver, check_keys
 from areal_jax.sampler.engine import SamplerEngine
 from areal_jax.types import GenerationRequest, WeightUpdate
 
@@ -93,9 +93,7 @@ class Replicas:
             self.drivers[0].check_request(request)
         with self._lock:
             waiting = {r.key for group in self._queue for r in group}
-            unfinished = [r.key for r in requests if r.key in waiting or any(r.key in driver.schedule for driver in self.drivers)]
-            if unfinished or len({r.key for r in requests}) < len(requests):
-                raise ValueError(f"requests must have keys of their own; twice or unfinished: {unfinished or 'in this call'}; cancel the old ones first")
+            check_keys(requests, lambda key: key in waiting or any(key in driver.schedule for driver in self.drivers))
             self._queue.extend(list(group) for _, group in itertools.groupby(requests, key=lambda r: r.group_id))
             self._hand_out()
 

@@ -99,8 +99,10 @@ class Server:
         if self._thread.is_alive():
             self._call(self._stop.set)
             self._thread.join(FLUSH_S + START_S)
-        self.service.close()
         self._socket.close()
+        if not self.service.close() or self._thread.is_alive():
+            which = "server's" if self._thread.is_alive() else "sampler's"
+            raise TimeoutError(f"the {which} thread did not end in time: a connection or a dispatch of the sampler is still running")
 
     def drain(self, deadline_s: float) -> bool:
         """Takes no new requests and waits for the running ones; those that are left at the deadline are told, and False is returned."""

@@ -1,15 +1,13 @@
 """The accelerators' attention kernels: their numbers on the CPU by interpreter or by the same library's plain code, and that they compile for a TPU."""
 
 import importlib.util
-import os
-import subprocess
-import sys
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.sharding import NamedSharding
+from tpu_compiler import run_with_libtpu
 
 from areal_jax.cluster.meshes import build_mesh
 from areal_jax.config import ConfigError
@@ -118,15 +116,9 @@ print("kernels", text.count("splash_mha_fwd"), text.count("splash_mha_dq"), text
 
 
 def test_the_training_forward_compiles_for_a_tpu():
-    """Ahead of time, without a TPU: needs libtpu, installed or in the folder AREAL_JAX_LIBTPU."""
-    folder = os.environ.get("AREAL_JAX_LIBTPU", "")
-    if not folder and importlib.util.find_spec("libtpu") is None:
-        pytest.skip("libtpu is not here; install it or name its folder by AREAL_JAX_LIBTPU")
-    path = os.pathsep.join(filter(None, (os.getcwd(), folder, os.environ.get("PYTHONPATH", ""))))
-    environment = os.environ | {"PYTHONPATH": path, "TPU_SKIP_MDS_QUERY": "1", "ALLOW_MULTIPLE_LIBTPU_LOAD": "1"}
-    done = subprocess.run([sys.executable, "-c", PROGRAM], capture_output=True, text=True, timeout=300, env=environment)
-    assert done.returncode == 0, done.stderr[-2000:]
-    assert all(int(count) > 0 for count in done.stdout.split("kernels")[1].split()), done.stdout
+    """Ahead of time, without a TPU."""
+    printed = run_with_libtpu(PROGRAM)
+    assert all(int(count) > 0 for count in printed.split("kernels")[1].split()), printed
 
 
 @pytest.mark.parametrize("platform", ["tpu", "cuda"])

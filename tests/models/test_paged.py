@@ -1,11 +1,7 @@
 """Attention over pages: against its definition in NumPy, independence of a row from everything that is not its own, kernels, meshes, memory."""
 
 import contextlib
-import importlib.util
-import os
 import re
-import subprocess
-import sys
 
 import jax
 import jax.numpy as jnp
@@ -16,6 +12,7 @@ from hypothesis import strategies as st
 from jax.experimental.pallas import tpu as pltpu
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
+from tpu_compiler import run_with_libtpu
 
 from areal_jax.cluster.meshes import build_mesh
 from areal_jax.config import ConfigError
@@ -225,13 +222,7 @@ print("kernels", *(x.count("tpu_custom_call") for x in decode), "plain", *(x.cou
 
 
 def test_decoding_compiles_for_a_tpu():
-    """Ahead of time, without a TPU: needs libtpu, installed or in the folder AREAL_JAX_LIBTPU."""
-    folder = os.environ.get("AREAL_JAX_LIBTPU", "")
-    if not folder and importlib.util.find_spec("libtpu") is None:
-        pytest.skip("libtpu is not here; install it or name its folder by AREAL_JAX_LIBTPU")
-    path = os.pathsep.join(filter(None, (os.getcwd(), folder, os.environ.get("PYTHONPATH", ""))))
-    environment = os.environ | {"PYTHONPATH": path, "TPU_SKIP_MDS_QUERY": "1", "ALLOW_MULTIPLE_LIBTPU_LOAD": "1"}
-    done = subprocess.run([sys.executable, "-c", PROGRAM], capture_output=True, text=True, timeout=300, env=environment)
-    assert done.returncode == 0, done.stderr[-2000:]
-    with_kernel, without = done.stdout.split("kernels")[1].split("plain")
-    assert all(int(count) > 0 for count in with_kernel.split()) and all(int(count) == 0 for count in without.split()), done.stdout
+    """Ahead of time, without a TPU."""
+    printed = run_with_libtpu(PROGRAM)
+    with_kernel, without = printed.split("kernels")[1].split("plain")
+    assert all(int(count) > 0 for count in with_kernel.split()) and all(int(count) == 0 for count in without.split()), printed

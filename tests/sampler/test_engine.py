@@ -190,16 +190,6 @@ def test_a_dispatch_ends_early_with_few_live_rows(engine_of, update_of):
     assert chunk.unpack().valid.tolist() == [4, 0, 0, 0]
 
 
-def test_a_freed_slot_is_not_decoded(engine_of, update_of):
-    engine = engine_of()
-    params = update_of(engine).params
-    state, (long, short) = started(engine, params)
-    state = engine.free_resource(state, np.array([True, False, False, True]))
-    assert np.asarray(state.live).tolist() == [False, True, False, False]
-    state, chunk = engine.decode(params, state, rows(engine, 3, 1), tables(engine, long, short))
-    assert chunk.unpack().valid.tolist() == [0, 4, 0, 0]
-
-
 def test_per_request_rows_tell_raw_and_likeliest_logprobs(engine_of, update_of, host_params, full_logits):
     engine = engine_of(per_request=True, top_logprobs=3, prefill_chunk=BLOCK * 4)
     params = update_of(engine).params
