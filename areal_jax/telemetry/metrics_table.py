@@ -126,7 +126,7 @@ TRAINING: dict[str, Metric] = {
     ),
     "sampler/idle_fraction": _measure("fraction", "time without a dispatched program"),
     "sampler/slot_occupancy": _measure("fraction", "slots that hold a sequence, over time"),
-    "sampler/kv_pages_used": _measure("pages", "pages of the KV cache in use; null without paging"),
+    "sampler/kv_pages_used": _measure("pages", "pages of the KV cache that are held at the end of the step, over all replicas"),
     "sampler/preemptions": _count("sequences", "sequences put back for want of memory"),
     "sampler/version": _measure("version", "the policy version the sampler runs"),
     "sampler/interrupts": _count("sequences", "generations into which new weights came"),
