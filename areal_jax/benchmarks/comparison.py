@@ -10,8 +10,10 @@ Invariants:
 from __future__ import annotations
 
 import contextlib
+import itertools
 import os
 import statistics
+import sys
 import tempfile
 from typing import Any
 
@@ -82,12 +84,16 @@ def main(argv: list[str]) -> int:
 
         short = load.shortened(SHORTER)
         theirs.seconds(short.first(min(batches)), min(batches), threads[0])
-        tried = {(batch, n): theirs.seconds(short, batch, n) for batch in batches for n in threads}
+        tried = {}
+        for batch, n in itertools.product(batches, threads):
+            tried[batch, n] = theirs.seconds(short, batch, n)
+            _say(f"transformers, shorter load, batch {batch}, threads {n}: {tried[batch, n]:.1f} s")
         batch, n = min(tried, key=lambda pair: tried[pair])
         seconds: dict[str, list[float]] = {"transformers": [], "sampler": []}
         for _ in range(repeats):
             seconds["transformers"].append(theirs.seconds(load, batch, n))
             seconds["sampler"].append(run_requests(driver, load.requests()))
+            _say(f"whole load: transformers {seconds['transformers'][-1]:.1f} s, sampler {seconds['sampler'][-1]:.1f} s")
     medians = {side: statistics.median(values) for side, values in seconds.items()}
     results: dict[str, Any] = {
         "machine": {"threads": cores(), "jax": jax.__version__},
@@ -112,3 +118,8 @@ def main(argv: list[str]) -> int:
     }
     deliver(f"sampler against transformers: {subject.name}, float32", results, file)
     return 0
+
+
+def _say(text: str) -> None:
+    """Progress, beside the table that comes at the end."""
+    print(text, file=sys.stderr, flush=True)

@@ -2,7 +2,7 @@
 
 Invariants:
 * Updates are real pushes: new arrays, copied on the device, with a version of their own.
-* Both ways of taking updates see the same requests, the same updates at the same times after the start, and the same seconds.
+* All ways of taking updates see the same requests, the same updates at the same times after the start, and the same seconds.
 """
 
 from __future__ import annotations
@@ -19,6 +19,11 @@ from areal_jax.sampler.driver import RolloutDriver
 from areal_jax.sampler.engine import SamplerEngine
 from areal_jax.types import GenerationRequest
 from areal_jax.weights.push import WeightPusher
+
+
+WAYS = {"interruptible": {}, "waiting": {"interruptible": False}, "without_refill": {"kv_on_update": "keep"}}
+"""Of taking an update: in mid-generation, once the running requests have ended, and in mid-generation with the old keys and values kept, which bounds
+what a cheaper refill could bring."""
 
 
 def pusher(subject: Subject, engine: SamplerEngine) -> WeightPusher:
@@ -77,7 +82,7 @@ def update_cost(subject: Subject, load: Load, updates: int) -> dict[str, Any]:
 
 
 def interruption(subject: Subject, load: Load, every_s: float, seconds: float, repeats: int) -> dict[str, Any]:
-    """Sampled tokens a second with an update every ``every_s`` seconds, taken in mid-generation or once the running requests have ended.
+    """Sampled tokens a second with an update every ``every_s`` seconds, by the way in which it is taken (``WAYS``).
 
     Args:
       subject: its sampler.
@@ -90,20 +95,20 @@ def interruption(subject: Subject, load: Load, every_s: float, seconds: float, r
     push = pusher(subject, engine)
     source = engine.load_params(subject.params)
     push.push(source, 0)
-    rates: dict[str, list[float]] = {"interruptible": [], "waiting": []}
-    taken: dict[str, list[int]] = {name: [] for name in rates}
+    rates: dict[str, list[float]] = {name: [] for name in WAYS}
+    taken: dict[str, list[int]] = {name: [] for name in WAYS}
     for _ in range(repeats):
-        for name in rates:
-            driver = subject.driver(engine, interruptible=name == "interruptible")
+        for name, options in WAYS.items():
+            driver = subject.driver(engine, **options)
             rates[name].append(_rate(driver, push, source, Refill(driver, load), every_s, seconds))
             taken[name].append(driver.statistics.updates)
     medians = {name: statistics.median(values) for name, values in rates.items()}
     return {
         "update_every_s": every_s,
         "seconds_a_run": seconds,
-        "interruptible_tokens_per_s": medians["interruptible"],
-        "waiting_tokens_per_s": medians["waiting"],
+        **{f"{name}_tokens_per_s": value for name, value in medians.items()},
         "interruptible_over_waiting": medians["interruptible"] / medians["waiting"],
+        "without_refill_over_waiting": medians["without_refill"] / medians["waiting"],
         "updates_taken": {name: statistics.median(values) for name, values in taken.items()},
         "runs_tokens_per_s": rates,
     }

@@ -25,7 +25,7 @@ from areal_jax.models.axes import divided, fitting, logical_to_mesh, platform_of
 from areal_jax.models.blockwise import MASKED
 from areal_jax.models.layers import precision
 
-TOGETHER = {"cpu": (8, 64)}
+TOGETHER = {"cpu": (8, 32)}
 """Of a platform the sequences whose keys are visited together, at most, and the keys of each, at least. On the CPU as measured: what its second
 cache holds, and few keys beyond a row's end."""
 ELSEWHERE = (64, 512)
@@ -89,6 +89,15 @@ def _plain(platform: str, query: jax.Array, key_pages: jax.Array, value_pages: j
     folded = jnp.pad(query, (more, (0, 0), (0, 0), (0, 0))).reshape(count, size, queries, kv_heads, group, head_dim)
     folded = folded.transpose(0, 3, 1, 4, 2, 5).reshape(count, kv_heads, size, group * queries, head_dim)
     exact = precision(query.dtype)
+    # On a CPU a product of a few queries with a cache that is not transposed is slow, and one vector at a time is fast.
+    apart = platform == "cpu" and queries == 1
+
+    def products(own: jax.Array, key: jax.Array) -> jax.Array:
+        return jnp.matmul(own, key.swapaxes(2, 3), precision=exact, preferred_element_type=jnp.float32)
+
+    def products_apart(own: jax.Array, key: jax.Array) -> jax.Array:
+        vectors = (own[:, :, i, :, None] for i in range(group))
+        return jnp.stack([jnp.matmul(key, vector, precision=exact, preferred_element_type=jnp.float32)[..., 0] for vector in vectors], 2)
 
     def attend(block: tuple[jax.Array, jax.Array, jax.Array]) -> jax.Array:
         own, pages, first = block  # [kv_heads, size, group·queries, head_dim], [size, pages], [size]
@@ -98,7 +107,7 @@ def _plain(platform: str, query: jax.Array, key_pages: jax.Array, value_pages: j
             highest, mass, mixed = carry
             ids = jax.lax.dynamic_slice_in_dim(pages, index * together, together, axis=1)
             key, value = (x[:, ids].reshape(kv_heads, size, together * page_size, head_dim) for x in (key_pages, value_pages))
-            scores = jnp.matmul(own, key.swapaxes(2, 3), precision=exact, preferred_element_type=jnp.float32) * head_dim**-0.5
+            scores = (products_apart if apart else products)(own, key) * head_dim**-0.5
             places = index * (together * page_size) + jnp.arange(together * page_size)
             scores = jnp.where(places <= ends[..., None], scores, MASKED)
             now = jnp.maximum(highest, jnp.max(scores, -1))

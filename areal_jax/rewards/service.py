@@ -49,7 +49,7 @@ class RewardResult:
       components: all components, by name.
       failure: None, 'error' (raised, or returned no reward), 'timeout' (killed at the limit) or 'died' (the process ended).
       cause: the traceback or what happened, for the failures.
-      latency_s: seconds in the worker; for a timeout the limit, for a death at most the limit.
+      latency_s: seconds in the worker; for a timeout the limit, for a death (whose beginning nobody saw) those since ``submit``, at most the limit.
       turnaround_s: seconds since ``submit``, queue included.
     """
 
@@ -264,7 +264,9 @@ class RewardService:
                 self._answer(number, None, {}, "timeout", f"the check took longer than 'reward.timeout_s' = {self.timeout_s:g} s", self.timeout_s)
             else:
                 self._answer(number, None, {}, "died", f"the worker process ended with code {error.exitcode} during the check", None)
-        else:
+        elif isinstance(error, worker.VerifierError):
+            self._answer(number, None, {}, "error", error.cause, error.seconds)
+        else:  # the answer did not come through the pipe
             self._answer(number, None, {}, "error", str(error) or repr(error), None)
 
     def _answer(self, number: int, reward: float | None, components: Mapping[str, float], failure: str | None, cause: str, latency: float | None) -> None:

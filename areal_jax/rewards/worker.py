@@ -34,7 +34,16 @@ _load_error = ""
 
 
 class VerifierError(RuntimeError):
-    """The verifier raised, or what it returned is no reward; the text holds its traceback."""
+    """The verifier raised, or what it returned is no reward.
+
+    Attributes:
+      cause: its traceback.
+      seconds: until then.
+    """
+
+    def __init__(self, cause: str, seconds: float):
+        super().__init__(cause, seconds)
+        self.cause, self.seconds = cause, seconds
 
 
 def load(dotted: str) -> Callable[..., Mapping[str, float]]:
@@ -96,13 +105,13 @@ def check(response: str, answer: str, metadata: Mapping[str, Any], timeout_s: fl
       VerifierError: with the traceback as text.
     """
     if _verifier is None:
-        raise VerifierError(_load_error)
+        raise VerifierError(_load_error, 0.0)
     began = time.monotonic()
     signal.setitimer(signal.ITIMER_REAL, timeout_s + 1.0)
     try:
         components = _checked(_verifier(response, answer, metadata))
     except BaseException:  # SystemExit and KeyboardInterrupt of a verifier are its failures, not the worker's
-        raise VerifierError(_traceback()) from None
+        raise VerifierError(_traceback(), time.monotonic() - began) from None
     finally:
         signal.setitimer(signal.ITIMER_REAL, 0.0)
     return components, time.monotonic() - began

@@ -119,6 +119,18 @@ def test_queue_time_does_not_count_against_the_limit():
     assert 0.4 <= collector.only(4).latency_s < LIMIT_S
 
 
+def test_a_failures_latency_is_its_own_time_not_that_in_the_queue():
+    collector = Collector()
+    with RewardService(1, LIMIT_S, ACT, collector) as service:
+        for i in range(4):
+            service.submit(i, "sleep 0.4", "1", {})
+        service.submit("bad", "raise late", "1", {})
+        assert service.wait(30)
+    bad = collector.only("bad")
+    assert bad.failure == "error" and bad.turnaround_s > LIMIT_S
+    assert 0.0 <= bad.latency_s < 0.4
+
+
 def test_fast_answers_are_not_starved_by_slow_ones():
     collector = Collector()
     with RewardService(2, 3.0, ACT, collector) as service:
