@@ -20,7 +20,6 @@ from areal_jax.sampler.engine import SamplerEngine
 from areal_jax.types import GenerationRequest
 from areal_jax.weights.push import WeightPusher
 
-
 WAYS = {"interruptible": {}, "waiting": {"interruptible": False}, "without_refill": {"kv_on_update": "keep"}}
 """Of taking an update: in mid-generation, once the running requests have ended, and in mid-generation with the old keys and values kept, which bounds
 what a cheaper refill could bring."""
