@@ -1,5 +1,7 @@
 """One warm-up, and one asynchronous run on it, shared by all tests of the programs."""
 
+import os
+
 import pytest
 from launch_programs import run
 
@@ -8,8 +10,10 @@ VERIFIER = "reward.verifier=launch_verifiers:parity"
 
 @pytest.fixture(scope="session")
 def cache(tmp_path_factory):
-    """Override: one compilation cache for all programs, so that each but the first starts quickly."""
-    return f"cluster.compilation_cache={tmp_path_factory.mktemp('compiled')}"
+    """Override: one compilation cache for all programs of all test processes, so that each but the first starts quickly."""
+    base = tmp_path_factory.getbasetemp()
+    shared = base.parent if "PYTEST_XDIST_WORKER" in os.environ else base
+    return f"cluster.compilation_cache={shared / 'compiled'}"
 
 
 @pytest.fixture(scope="session")
