@@ -161,8 +161,8 @@ def _result(
     """Multiplies a surrogate by the importance weight, where the loss has one."""
     nothing = jnp.zeros_like(loss)
     weight, capped = importance_weight(t, s) if weighted else (jnp.ones_like(loss), nothing)
-    chosen = [nothing if x is None else x.astype(loss.dtype) for x in (clipped, dual)]
-    return TokenLoss(jnp.where(weight == 0, 0.0, weight * loss), ratio, weight, *chosen, capped)
+    clipped, dual = (nothing if x is None else x.astype(loss.dtype) for x in (clipped, dual))
+    return TokenLoss(jnp.where(weight == 0, 0.0, weight * loss), ratio, weight, clipped, dual, capped)
 
 
 def _clipped_surrogate(log_ratio: jax.Array, advantages: jax.Array, s: LossSettings) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array]:
@@ -252,6 +252,6 @@ def policy_loss(name: str, tokens: Tokens, settings: LossSettings) -> TokenLoss:
     def on_mask(x: Any) -> jax.Array:
         return jnp.where(inside, x, 0.0)
 
-    constants = jax.lax.stop_gradient([on_mask(x) for x in (tokens.proximal, tokens.behaviour, tokens.advantages)])
-    clean = Tokens(on_mask(tokens.logprobs), *constants, inside.astype(constants[0].dtype), tokens.segment_ids)
+    proximal, behaviour, advantages = jax.lax.stop_gradient([on_mask(x) for x in (tokens.proximal, tokens.behaviour, tokens.advantages)])
+    clean = Tokens(on_mask(tokens.logprobs), proximal, behaviour, advantages, inside.astype(behaviour.dtype), tokens.segment_ids)
     return jax.tree.map(on_mask, POLICY_LOSSES[name](clean, settings))

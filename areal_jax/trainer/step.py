@@ -146,7 +146,18 @@ def place(model: ModelConfig, mesh: Mesh, optimizer: optax.GradientTransformatio
     specs = split(model, param_specs(model))
     scalar = NamedSharding(mesh, P())
     of_params, of_frozen = named_shardings(mesh, specs[0], state.params), named_shardings(mesh, specs[1], frozen)
-    of_optimizer = optax.tree_map_params(optimizer, lambda _, sharding: sharding, state.opt_state, of_params, transform_non_params=lambda _: scalar)
+
+    def absent(leaf: Any) -> bool:
+        return isinstance(leaf, optax.MaskedNode)
+
+    of_optimizer = optax.tree_map_params(
+        optimizer,
+        lambda leaf, sharding: leaf if absent(leaf) else sharding,
+        state.opt_state,
+        of_params,
+        transform_non_params=lambda _: scalar,
+        is_leaf=absent,
+    )
     placed = TrainState(params=of_params, opt_state=of_optimizer, step=scalar, skipped=scalar)
     return Placement(placed, of_frozen, NamedSharding(mesh, logical_to_mesh("batch", "length")), scalar, mesh.shape["data"] * mesh.shape["fsdp"], mesh)
 
@@ -202,7 +213,7 @@ class StateHolder:
         """
         if meta.get("base", "") != self.base:
             raise CheckpointError(
-                "a checkpoint must go on from the weights that do not change, below its adapters or as its reference policy "
+                "adapters must go on from the weights they were trained on, and a reference policy must be the one that the run started from "
                 f"(checksum {meta.get('base') or 'none'}); 'model.path' or the warm-up gives others ({self.base or 'none'}); "
                 "put the first ones back, or take another --workdir"
             )

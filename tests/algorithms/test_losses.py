@@ -179,7 +179,7 @@ def test_neither_masked_contents_nor_the_layout_of_segments_matter(label):
         return value, np.asarray(gradient)
 
     (one, by_row), (other, together) = run(alone, masks[0], segments[0]), run(packed, masks[1], segments[1])
-    assert one == pytest.approx(other, rel=1e-5)
+    assert float(one) == pytest.approx(float(other), rel=1e-5)
     for number, (row, place) in enumerate(places):
         np.testing.assert_allclose(together[row, place], by_row[number, : LENGTHS[number]], rtol=1e-5, atol=1e-6)
 
@@ -187,7 +187,7 @@ def test_neither_masked_contents_nor_the_layout_of_segments_matter(label):
 @pytest.mark.parametrize("name", sorted(POLICY_LOSSES))
 def test_only_the_policy_carries_a_gradient(name):
     shape = (1, 6)
-    values = [jnp.full(shape, v) for v in (-1.0, -1.1, -1.3, 0.7)]
+    values = [jnp.full(shape, v) for v in (-1.0, -1.1, -1.15, 0.7)]
 
     def total(*arrays):
         return policy_loss(name, Tokens(*arrays, jnp.ones(shape), jnp.ones(shape, jnp.int32)), LossSettings(decoupled=True)).loss.sum()

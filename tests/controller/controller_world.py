@@ -56,6 +56,8 @@ class World:
         self.batches: list[list[int]] = []
         self.generated = self.trained_tokens = self.dropped_tokens = 0
         self.restarts = self.refilled = self.uniform_dropped = 0
+        self.kept: set[int] = set()
+        """Groups of equal rewards that came when no refill was left."""
 
     # What the model says
 
@@ -129,10 +131,13 @@ class World:
         if group in self.live:
             self.live[group][index].reward = reward
         self.controller.sample_rewarded(group, index, reward, {"correct": reward}, 0.1)
-        if self.refilled < self.setup.refills_per_step and group in self.live and self.uniform(group):
-            self.refilled += 1
-            self.uniform_dropped += 1
-            self.forget(group)
+        if group in self.live and self.uniform(group):
+            if self.refilled < self.setup.refills_per_step:
+                self.refilled += 1
+                self.uniform_dropped += 1
+                self.forget(group)
+            else:
+                self.kept.add(group)
         self.audit()
 
     def uniform(self, group: int) -> bool:
@@ -184,7 +189,7 @@ class World:
         assert not set(ids) & set(self.trained), f"groups {sorted(set(ids) & set(self.trained))} are trained twice"
         for group in answer.groups:
             samples = self.live[group.group_id]
-            assert self.setup.refills_per_step in (0, self.refilled) or not self.uniform(group.group_id), "a group of equal rewards is trained"
+            assert group.group_id in self.kept or not self.uniform(group.group_id), "a group of equal rewards is trained"
             assert [t.sample_index for t in group.trajectories] == list(range(self.setup.group_size)), "a group must be whole"
             for got, want in zip(group.trajectories, samples, strict=True):
                 assert got.tokens.tolist() == want.tokens and got.versions.tolist() == want.versions

@@ -155,9 +155,9 @@ def test_a_policy_that_has_learnt_everything_is_trained_on_after_the_last_refill
 def always_right(world: World, group: int, index: int) -> None:
     world.live[group][index].reward = 1.0
     world.controller.sample_rewarded(group, index, 1.0, {}, 0.1)
+    world.kept.add(group)
     if not world.controller.is_live(group):
         world.uniform_dropped += 1
-        world.refilled += 1
         world.forget(group)
     world.audit()
 

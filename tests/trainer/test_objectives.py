@@ -140,7 +140,7 @@ def with_terms(model, params):
 
     def loss(logprobs, entropy, start, behaviour, advantages, versions, arrays):
         reference = jax.lax.stop_gradient(row_scores(model, params, *arrays)[0])
-        return eq5(logprobs, start, behaviour, advantages) + BETA * jnp.square(logprobs - reference) / 2 - ENTROPY * entropy
+        return eq5(logprobs, start, behaviour, advantages) + BETA * jnp.minimum(jnp.square(logprobs - reference) / 2, 10.0) - ENTROPY * entropy
 
     return loss
 
@@ -163,7 +163,7 @@ def test_a_kl_in_the_reward_is_taken_off_each_tokens_reward(penalised, model, pa
     samples = [t for g in batch.groups for t in g.trajectories]
     arrays, mask = padded(samples)
     reference = row_scores(model, params, *arrays)[0]
-    kl = [np.square(t.behaviour_logprobs - reference[row][mask[row] > 0]) / 2 for row, t in enumerate(samples)]
+    kl = [np.minimum(np.square(t.behaviour_logprobs - reference[row][mask[row] > 0]) / 2, 10.0) for row, t in enumerate(samples)]
     returns = np.concatenate([10 * (t.reward - 0.5) - BETA * np.cumsum(x[::-1])[::-1] for t, x in zip(samples, kl, strict=True)])
     packed = trainer.build(batch)
     assert packed.metrics["reference_kl"] == pytest.approx(np.concatenate(kl).mean(), rel=1e-5)

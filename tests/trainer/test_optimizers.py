@@ -1,5 +1,6 @@
 """Schedules against their formulas, Muon against what it promises."""
 
+import contextlib
 import math
 
 import jax
@@ -9,7 +10,8 @@ import pytest
 
 from areal_jax.config import base_config
 from areal_jax.models.axes import names_of
-from areal_jax.trainer.step import MUON_RMS, float32, make_optimizer, make_schedule, new_state, place, update
+from areal_jax.trainer.checkpoint import Checkpointer
+from areal_jax.trainer.step import MUON_RMS, abstract, float32, make_optimizer, make_schedule, new_state, place, update
 
 
 @pytest.mark.parametrize("name", ["constant", "cosine", "linear"])
@@ -55,7 +57,7 @@ def test_muon_orthogonalises_the_blocks_matrices_and_gives_the_rest_to_adam(mode
 
 
 @pytest.mark.parametrize("name", ["adamw", "muon"])
-def test_moments_are_float32_lie_like_their_parameters_and_do_not_depend_on_the_mesh(model, params, mesh_of, name):
+def test_moments_are_float32_lie_like_their_parameters_and_do_not_depend_on_the_mesh(model, params, mesh_of, tmp_path, name):
     section = base_config().trainer
     section.optimizer = name
     optimizer, random = make_optimizer(section), np.random.default_rng(1)
@@ -73,4 +75,9 @@ def test_moments_are_float32_lie_like_their_parameters_and_do_not_depend_on_the_
         by_shape = {leaf.shape: names for leaf in jax.tree.leaves(state.params) if (names := [names_of(part) for part in leaf.sharding.spec])}
         assert all([names_of(part) for part in leaf.sharding.spec] == by_shape.get(leaf.shape, []) for leaf in floats if leaf.ndim == 2)
         ends.append(jax.device_get(float32(state.params)))
+    with contextlib.closing(Checkpointer(tmp_path, keep=1)) as checkpoints:
+        checkpoints.save(1, state, {})
+        back, _ = checkpoints.restore(1, abstract(state, here.state))
+    jax.tree.map(np.testing.assert_array_equal, jax.device_get(back), jax.device_get(state))
+    assert jax.tree.structure(back) == jax.tree.structure(state)
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=0, atol=0.02), *ends)
