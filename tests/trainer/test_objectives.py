@@ -156,6 +156,27 @@ def test_each_aggregation_is_its_definition_however_packed_and_sharded(penalised
     assert metrics["loss/kl"] > 0 and metrics["reference_kl"] > 0
 
 
+def test_a_loss_of_whole_sequences_is_the_same_where_their_positions_lie_on_several_devices(model, params, moved, mesh_of, batch_of):
+    config = settings(loss="gspo", decoupled=True, importance_weight_level="geometric", importance_weight_floor=0.4, aggregation="sequence")
+    config.trainer.micro_batch_rows, config.trainer.micro_batch_tokens = 4, 36
+    trainer, _ = started(config, model, mesh_of(data=2, fsdp=2, context=2), params, moved)
+
+    def loss(logprobs, entropy, start, behaviour, advantages, versions, arrays):
+        mask = behaviour != 0
+
+        def mean(x):
+            return jnp.sum(jnp.where(mask, x, 0.0), -1, keepdims=True) / jnp.maximum(mask.sum(-1, keepdims=True), 1)
+
+        weight = jnp.maximum(jnp.exp(mean(start - behaviour)), 0.4)
+        u, a = jnp.exp(mean(logprobs - start)), mean(advantages)
+        return -weight * jnp.minimum(u * a, jnp.clip(u, 0.8, 1.2) * a)
+
+    batch = batch_of(groups=4, samples=3, seed=8, noise=1.0)
+    metrics = trainer.step(trainer.build(batch))
+    assert 0 < metrics["importance_weight/capped_fraction"] < 1
+    assert_close(trainer.params, descended(model, moved, batch, config, loss), moved)
+
+
 def test_a_kl_in_the_reward_is_taken_off_each_tokens_reward(penalised, model, params, batch_of):
     trainer, _ = penalised
     trainer.config.algorithm.update(aggregation="token", kl_in="reward")
