@@ -90,7 +90,7 @@ def make_optimizer(section: Any) -> optax.GradientTransformation:
 
 
 def _muon(section: Any) -> optax.GradientTransformation:
-    """Muon for the matrices of the blocks, scaled as arXiv 2502.16982 does so that AdamW's learning rates fit, and AdamW for all else."""
+    """Muon for the matrices of the blocks, scaled as arXiv 2502.16982 does so that AdamW's learning rates fit; AdamW with Nesterov's momentum for the rest."""
 
     def matrices(params: Any) -> Any:
         def dimensions(path: tuple[Any, ...], leaf: Any) -> Any:

@@ -52,7 +52,8 @@ def test_muon_orthogonalises_the_blocks_matrices_and_gives_the_rest_to_adam(mode
             assert values.min() > 0.5 and values.max() < 1.4, (jax.tree_util.keystr(path), values)
             assert np.sum(np.asarray(step) * gradient) > 0, "downhill"
         else:
-            np.testing.assert_allclose(step, np.sign(gradient), atol=1e-3, err_msg=jax.tree_util.keystr(path))
+            # Adam with Nesterov's momentum: β₁·m + (1 - β₁)·g with the bias corrections of the next and of this step, over |g|
+            np.testing.assert_allclose(step, (1 + 0.9 / 1.9) * np.sign(gradient), atol=2e-3, err_msg=jax.tree_util.keystr(path))
     assert kinds["matrix"] == 7 and kinds["other"] > 3
 
 
