@@ -19,10 +19,10 @@ PARTS = {
 }
 
 
-def test_the_parts_run_together(tmp_path):
-    """Groups of equal rewards are dropped by name (most are, of so small a policy), the ledger closes, the reference stands where the run started."""
+def test_the_parts_run_together(tmp_path, quick):
+    """Groups of equal rewards are dropped by name and others take their places, the ledger closes, the reference stands where the run started."""
     overrides = [f"algorithm.{key}={value}" for key, value in PARTS.items()]
-    run("train", tmp_path, *overrides, "trainer.optimizer=muon", "trainer.schedule=linear", "trainer.steps=3", "eval.every_steps=0")
+    run("train", tmp_path, *quick, *overrides, "trainer.optimizer=muon", "trainer.schedule=linear", "trainer.steps=3", "eval.every_steps=0")
     rows = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
     assert [row["step"] for row in rows] == [1, 2, 3]
     assert all(row["ledger/residual"] == 0 and row["compile/steady_state"] == 0 and row["loss/policy"] is not None for row in rows)
