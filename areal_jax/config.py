@@ -22,6 +22,7 @@ from typing import Any, TypeAlias
 
 from ml_collections import ConfigDict
 
+from areal_jax.config_algorithm import algorithm_rules
 from areal_jax.config_fields import FIELDS, LORA_TARGETS, Field
 from areal_jax.config_presence import presence_rules
 
@@ -142,7 +143,7 @@ def put(config: Config, key: str, value: Any) -> None:
 
 def _rules(c: Config) -> Iterator[tuple[bool, str]]:
     """(broken, message) of every rule that joins several keys."""
-    r, t, m, a = c.rollout, c.trainer, c.model, c.algorithm
+    r, t, m = c.rollout, c.trainer, c.model
     yield m.heads % m.kv_heads != 0, f"'model.heads' must be a multiple of 'model.kv_heads'; got {m.heads} and {m.kv_heads}"
     yield (
         m.family == "qwen3_moe" and m.experts_per_token > m.experts,
@@ -161,11 +162,6 @@ def _rules(c: Config) -> Iterator[tuple[bool, str]]:
     yield (
         t.groups_per_step % t.minibatches != 0,
         f"'trainer.groups_per_step' must be a multiple of 'trainer.minibatches' (groups stay whole); got {t.groups_per_step} and {t.minibatches}",
-    )
-    yield (
-        a.advantage != "batch" and r.group_size < 2,
-        f"'algorithm.advantage={a.advantage}' compares the samples of a group, so 'rollout.group_size' must be at least 2; got {r.group_size}; "
-        "or set 'algorithm.advantage=batch'",
     )
     yield r.prefill_chunk % 64 != 0, f"'rollout.prefill_chunk' must be a multiple of 64; got {r.prefill_chunk}; take {-(-r.prefill_chunk // 64) * 64}"
     yield (
@@ -186,11 +182,6 @@ def _rules(c: Config) -> Iterator[tuple[bool, str]]:
         r.max_concurrent_groups is not None and r.max_staleness == 0 and r.max_concurrent_groups < t.groups_per_step,
         f"'rollout.max_concurrent_groups' must be at least 'trainer.groups_per_step' = {t.groups_per_step} when 'rollout.max_staleness' is 0; "
         f"got {r.max_concurrent_groups}",
-    )
-    yield (
-        a.loss == "ppo" and a.importance_weight_cap is not None,
-        f"'algorithm.importance_weight_cap' caps π_prox/π_behav, which 'algorithm.loss=ppo' does not have; got {a.importance_weight_cap}; "
-        "set it to None or use 'algorithm.loss=decoupled_ppo'",
     )
     yield (
         r.max_staleness is None and r.on_overdue != "wait",
@@ -227,10 +218,6 @@ def _rules(c: Config) -> Iterator[tuple[bool, str]]:
         "give a checkpoint as 'model.path'",
     )
     yield bool(m.path) and bool(c.sft.path), "'model.path' and 'sft.path' both give the weights to start from; set one of them"
-    yield (
-        a.importance_weight_floor is not None and a.importance_weight_cap is not None and a.importance_weight_floor > a.importance_weight_cap,
-        f"'algorithm.importance_weight_floor' must be at most 'algorithm.importance_weight_cap'; got {a.importance_weight_floor} > {a.importance_weight_cap}",
-    )
 
 
 def validate(config: Config, *, planned: bool = False) -> Config:
@@ -261,7 +248,7 @@ def validate(config: Config, *, planned: bool = False) -> Config:
         put(config, "task.name", "jsonl")
     if config.sft.steps is None:
         put(config, "sft.steps", 0 if config.model.path else WARMUP_STEPS)
-    for broken, message in itertools.chain(_rules(config), () if planned else presence_rules(config)):
+    for broken, message in itertools.chain(_rules(config), algorithm_rules(config), () if planned else presence_rules(config)):
         if broken:
             raise ConfigError(message)
     return config

@@ -181,6 +181,7 @@ class Run:
             "journal": files.journal.append,
             "clock": time.time,
             "total_steps": c.trainer.steps,
+            "refills_per_step": c.algorithm.dynamic_sampling_refills * c.trainer.groups_per_step if c.algorithm.dynamic_sampling else 0,
         }
         self.prompts = iter(self.task.prompts)
         step = files.checkpoints.latest()

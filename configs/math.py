@@ -3,12 +3,14 @@
   python launch/train.py --config=configs/math.py
 
 The default is the embedded job: a new small policy and generated problems, nothing to download. Every key and its
-meaning stands in areal_jax/config_fields.py. The variants are real policies:
+meaning stands in areal_jax/config_fields.py. The variants are real policies and other algorithms:
 
   python launch/train.py --config=configs/math.py:smollm2-135m --config.model.path=DIRECTORY
   python launch/plan.py --config=configs/math.py:qwen2.5-1.5b --topology=h800:16x8
   python launch/train.py --config=configs/math.py:qwen2.5-1.5b --config.task.path=problems.jsonl
+  python launch/train.py --config=configs/math.py:dapo
 
+``dapo`` and the other names of areal_jax/algorithms/recipes.py are the embedded job with another algorithm.
 ``smollm2-135m`` trains SmolLM2-135M-Instruct on one-digit sums with a few examples in the prompt, on two CPU cores. ``qwen2.5-1.5b``, ``-7b``, ``-14b`` and
 ``-32b`` are the paper's maths runs (areal_jax/paper.py): DeepSeek-R1-Distill-Qwen, 512 × 16 samples in 4 minibatches, learning rate 2e-5, advantages
 over the batch, η = 8, 32k tokens of context.
@@ -28,6 +30,7 @@ Where the embedded job's settings are those of the paper (arXiv 2505.24298, Tabl
 
 from collections.abc import Callable
 
+from areal_jax.algorithms.recipes import RECIPES, with_recipe
 from areal_jax.config import Config, ConfigError, base_config
 from areal_jax.paper import SIZES, paper_run
 
@@ -38,6 +41,11 @@ EXAMPLES = "2 + 5 = 7\n4 + 7 = 11\n6 + 6 = 12\n"
 def paper_variant(size: str) -> Callable[[], Config]:
     """The paper's maths run on a policy of ``SIZES``."""
     return lambda: paper_run(size, max_staleness=8, steps=250)
+
+
+def algorithm_variant(name: str) -> Callable[[], Config]:
+    """The embedded job with an algorithm of ``RECIPES``."""
+    return lambda: with_recipe(base_config(), name)
 
 
 def smollm2_135m() -> Config:
@@ -68,6 +76,7 @@ def smollm2_135m() -> Config:
 VARIANTS: dict[str, Callable[[], Config]] = {
     "": base_config,
     "smollm2-135m": smollm2_135m,
+    **{name: algorithm_variant(name) for name in RECIPES},
     **{f"qwen2.5-{size}": paper_variant(size) for size in SIZES},
 }
 

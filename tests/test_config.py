@@ -229,7 +229,11 @@ def test_group_of_one_has_no_baseline(name):
             ("'rollout.max_concurrent_groups'", "32", "8"),
             ["rollout.max_staleness=0", "rollout.max_concurrent_groups=32"],
         ),
-        (["algorithm.loss=ppo", "algorithm.importance_weight_cap=5.0"], ("'algorithm.importance_weight_cap'", "5.0", "decoupled_ppo"), ["algorithm.loss=ppo"]),
+        (
+            ["algorithm.loss=ppo", "rollout.max_staleness=0", "algorithm.importance_weight_cap=5.0"],
+            ("'algorithm.importance_weight_cap'", "5.0", "decoupled_ppo"),
+            ["algorithm.loss=ppo", "rollout.max_staleness=0"],
+        ),
         (["rollout.max_staleness=None", "rollout.on_overdue=drop"], ("'rollout.on_overdue=drop'", "bound"), ["rollout.max_staleness=None"]),
         *(
             (["rollout.exact_logprobs=yes", f"rollout.{key}={value}"], (f"'rollout.{key}'", rule, f"got {value}", "rollout.exact_logprobs=False"), remedy)

@@ -2,7 +2,8 @@
 
 Invariants:
 * Host functions in float64; statistics cover the whole global batch.
-* Groups are named by id, never by place; a group of one gives 0.
+* Groups are named by id, never by place, and need not be whole. A group of one, and one of equal rewards, gives 0 wherever its own mean is the baseline.
+* What is divided by is a standard deviation plus ``EPSILON``; equal values have their differences, 0, divided by it.
 * Masked positions give 0 and their contents do not matter.
 """
 
@@ -21,28 +22,36 @@ def scale_rewards(rewards: np.ndarray, scale: float, bias: float, clip: float) -
     return np.clip((np.asarray(rewards, np.float64) + bias) * scale, -clip, clip)
 
 
-def outcome_rewards(
-    rewards: np.ndarray,
-    mask: np.ndarray,
-    behaviour: np.ndarray | None = None,
-    reference: np.ndarray | None = None,
-    kl_coefficient: float = 0.0,
-) -> np.ndarray:
-    """Puts each sample's reward on its last trained token, and a KL penalty on all.
+def overlong_penalty(lengths: np.ndarray, truncated: np.ndarray, longest: int, buffer: int, factor: float) -> np.ndarray:
+    """Soft penalty of long responses (DAPO, arXiv 2503.14476, equation 13), to be added to raw rewards.
+
+    Args:
+      lengths: [n], generated tokens, as the sampler counted them.
+      truncated: [n], the sampler's flag.
+      longest: length limit of a response.
+      buffer: tokens before the limit over which the penalty rises linearly.
+      factor: the whole penalty.
+
+    Returns:
+      float64 [n], from 0 to -factor; a truncated response has the whole of it, whatever its length.
+    """
+    past = (np.asarray(lengths, np.float64) - (longest - buffer)) / max(buffer, 1)
+    return -factor * np.where(np.asarray(truncated, bool), 1.0, np.clip(past, 0.0, 1.0))
+
+
+def outcome_rewards(rewards: np.ndarray, mask: np.ndarray, penalties: np.ndarray | None = None) -> np.ndarray:
+    """Puts each sample's reward on its last trained token, and subtracts each token's own penalty.
 
     Args:
       rewards: [n], scaled.
       mask: [n, t].
-      behaviour, reference: log-probs [n, t]; needed if ``kl_coefficient`` is not 0.
-      kl_coefficient: weight of -clip(behaviour - reference, ±10) on each token.
+      penalties: [n, t], such as a coefficient times ``kl.reference_kl``; None: none.
 
     Returns:
       float64 [n, t].
     """
     mask = np.asarray(mask) > 0
-    result = np.zeros(mask.shape)
-    if kl_coefficient and behaviour is not None and reference is not None:
-        result = -kl_coefficient * np.clip(np.where(mask, behaviour, 0.0) - np.where(mask, reference, 0.0), -10.0, 10.0)
+    result = np.zeros(mask.shape) if penalties is None else -np.where(mask, penalties, 0.0).astype(np.float64)
     filled = mask.any(1)
     last = mask.shape[1] - 1 - np.argmax(mask[:, ::-1], 1)
     result[filled, last[filled]] += np.asarray(rewards, np.float64)[filled]
@@ -145,22 +154,43 @@ def lite_ppo(rewards: np.ndarray, group_ids: np.ndarray) -> np.ndarray:
     return _per_sample(rewards, group_ids, "batch")
 
 
-def _tokens(rewards: np.ndarray, mask: np.ndarray, gamma: float, lam: float) -> np.ndarray:
-    return gae(outcome_rewards(rewards, mask), mask, gamma, lam)[0]
+def _tokens(rewards: np.ndarray, mask: np.ndarray, gamma: float, lam: float, penalties: np.ndarray | None) -> np.ndarray:
+    return gae(outcome_rewards(rewards, mask, penalties), mask, gamma, lam)[0]
 
 
 def _of_group(method: Callable[[np.ndarray, np.ndarray], np.ndarray]) -> Callable[..., np.ndarray]:
-    def advantages(rewards: np.ndarray, group_ids: np.ndarray, mask: np.ndarray, gamma: float = 1.0, lam: float = 1.0) -> np.ndarray:
-        return _tokens(method(rewards, group_ids), mask, gamma, lam)
+    def advantages(
+        rewards: np.ndarray, group_ids: np.ndarray, mask: np.ndarray, gamma: float = 1.0, lam: float = 1.0, penalties: np.ndarray | None = None
+    ) -> np.ndarray:
+        return _tokens(method(rewards, group_ids), mask, gamma, lam, penalties)
 
     advantages.__doc__ = f"{method.__doc__} On the last token, then discounted back by ``gae``."
     return advantages
 
 
-def batch(rewards: np.ndarray, group_ids: np.ndarray, mask: np.ndarray, gamma: float = 1.0, lam: float = 1.0) -> np.ndarray:
-    """The paper's: ``gae`` of the outcome, then (A - mean)/(std + ε) over all trained tokens of the batch (arXiv 2505.24298, table 3)."""
+def batch(
+    rewards: np.ndarray, group_ids: np.ndarray, mask: np.ndarray, gamma: float = 1.0, lam: float = 1.0, penalties: np.ndarray | None = None
+) -> np.ndarray:
+    """AReaL's: ``gae`` of the outcome, then (A - mean)/(std + ε) over all trained tokens of the batch (arXiv 2505.24298, table 3)."""
     del group_ids
-    return normalise(_tokens(rewards, mask, gamma, lam), mask)
+    return normalise(_tokens(rewards, mask, gamma, lam, penalties), mask)
+
+
+def reinforce_pp(
+    rewards: np.ndarray, group_ids: np.ndarray, mask: np.ndarray, gamma: float = 1.0, lam: float = 1.0, penalties: np.ndarray | None = None
+) -> np.ndarray:
+    """REINFORCE++: the discounted sum of rewards and KL penalties, normalised over all trained tokens of the batch (arXiv 2501.03262).
+
+    Without penalties it is ``batch``: the two came to the same estimate from different sides.
+    """
+    return batch(rewards, group_ids, mask, gamma, lam, penalties)
+
+
+def reinforce_pp_baseline(
+    rewards: np.ndarray, group_ids: np.ndarray, mask: np.ndarray, gamma: float = 1.0, lam: float = 1.0, penalties: np.ndarray | None = None
+) -> np.ndarray:
+    """REINFORCE++ with a baseline: r - group mean, then normalised over all trained tokens of the batch (arXiv 2501.03262)."""
+    return batch(dr_grpo(rewards, group_ids), group_ids, mask, gamma, lam, penalties)
 
 
 ADVANTAGES: dict[str, Callable[..., np.ndarray]] = {
@@ -168,6 +198,10 @@ ADVANTAGES: dict[str, Callable[..., np.ndarray]] = {
     "grpo": _of_group(grpo),
     "dr_grpo": _of_group(dr_grpo),
     "rloo": _of_group(rloo),
+    "reinforce_pp": reinforce_pp,
+    "reinforce_pp_baseline": reinforce_pp_baseline,
     "lite_ppo": _of_group(lite_ppo),
 }
-"""By ``algorithm.advantage``. All take (scaled rewards [n], group ids [n], mask [n, t], gamma, lam) and give float64 [n, t]."""
+"""By ``algorithm.advantage``. All take (scaled rewards [n], group ids [n], mask [n, t], gamma, lam, penalties [n, t] or None) and give float64 [n, t].
+
+A critic's estimate is ``gae`` with its values; it needs the value head that the trainer does not have."""

@@ -106,6 +106,6 @@ def packed_batch(vocab_size: int, step: int, rows: int, length: int, sequences: 
         advantages = (random.standard_normal((rows, length)) * mask).astype(np.float32)
         logprobs = np.where(mask > 0, -np.log(vocab_size), 0.0).astype(np.float32)
         versions = np.where(mask > 0, step, -1).astype(np.int32)
-        return MicroBatch(tokens, positions, segments, np.roll(tokens, -1, 1), mask, logprobs, versions, advantages)
+        return MicroBatch(tokens, positions, segments, np.roll(tokens, -1, 1), mask, logprobs, versions, advantages, mask)
 
-    return PackedBatch(step, (tuple(micro() for _ in range(micros)),), (int(mask.sum()) * micros,), {})
+    return PackedBatch(step, (tuple(micro() for _ in range(micros)),), (int(mask.sum()) * micros,), {}, (float(mask.sum()) * micros,))

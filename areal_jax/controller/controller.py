@@ -6,12 +6,14 @@ thread, holds no lock, draws no random number and never waits; its caller does. 
                  admit            tokens_generated, sample_finished, sample_rewarded         next_batch          batch_trained
     prompt ───────────────► in flight ─────────────────────────────────────────► ready ───────────────► handed out ───────────► trained
                                 │                                                  │
-                                └──────────────── drop_group(reason) ◄─────────────┘      (next_batch drops by itself when on_overdue is 'drop')
+                                └──────────────── drop_group(reason) ◄─────────────┘      (by next_batch when on_overdue is 'drop'; by dynamic sampling)
 
 Invariants:
 * η is strict: unless ``on_overdue`` is 'keep', no token is trained at step i whose version is older than i − η. Admission (``gate``) and
   consumption (``schedule``) together give it; ``next_batch`` verifies it on the tokens themselves.
 * Groups stay whole, are trained once, oldest first.
+* Dynamic sampling (arXiv 2503.14476, equation 11) drops a group of equal rewards when the last one comes, and frees its place; at most
+  ``refills_per_step`` of them between two steps, so that a step always comes.
 * The ledger closes after every event; ``batch_trained`` checks it.
 * ``snapshot`` may be taken between any two events, and ``restore`` continues with the same bound, count and ledger.
 
@@ -29,9 +31,9 @@ import numpy as np
 from areal_jax.controller.answers import ControllerError, Waiting
 from areal_jax.controller.gate import StalenessGate
 from areal_jax.controller.groups import Group, Partial, Sample, check_aligned, version_runs
-from areal_jax.controller.ledger import STALE, LedgerBalance
+from areal_jax.controller.ledger import STALE, ZERO_STD, LedgerBalance
 from areal_jax.controller.schedule import Plan, check_age, check_feasible, plan_step
-from areal_jax.controller.state import ControllerState
+from areal_jax.controller.state import ControllerState, check_arguments
 from areal_jax.types import GenerationRequest, Prompt, TrainingBatch, Trajectory
 
 
@@ -45,9 +47,9 @@ class Controller:
       max_staleness: η; None: unbounded.
       on_overdue: due groups that are unready once B others are ready: 'wait' for them, 'drop' them as stale, or 'keep' them and train past η.
       max_concurrent_groups: most groups being generated at once; None: as many as η admits (B if η is None).
-      journal: receives one JSON-able dict for each change.
-      clock: seconds; only stamps the journal.
+      journal, clock: the one receives a JSON-able dict for each change, the other stamps it, in seconds.
       total_steps: steps of the whole run; None: endless.
+      refills_per_step: groups of equal rewards dropped before a step; 0: no dynamic sampling.
     """
 
     def __init__(
@@ -62,17 +64,12 @@ class Controller:
         journal: Callable[[dict], None],
         clock: Callable[[], float],
         total_steps: int | None,
+        refills_per_step: int = 0,
     ):
-        if on_overdue not in ("wait", "drop", "keep"):
-            raise ValueError(f"on_overdue must be 'wait', 'drop' or 'keep'; got {on_overdue!r}")
-        if min(groups_per_step, group_size, max_new_tokens) < 1 or (max_staleness is not None and max_staleness < 0):
-            raise ValueError(
-                "groups_per_step, group_size and max_new_tokens must be at least 1 and max_staleness at least 0; "
-                f"got {groups_per_step}, {group_size}, {max_new_tokens}, {max_staleness}"
-            )
+        check_arguments(groups_per_step, group_size, max_new_tokens, max_staleness, on_overdue, refills_per_step)
         self.gate = StalenessGate(groups_per_step, max_staleness, max_concurrent_groups, total_steps)
         self.groups_per_step, self.group_size, self.max_new_tokens = groups_per_step, group_size, max_new_tokens
-        self.max_staleness, self.on_overdue, self.total_steps = max_staleness, on_overdue, total_steps
+        self.max_staleness, self.on_overdue, self.total_steps, self.refills_per_step = max_staleness, on_overdue, total_steps, refills_per_step
         self._journal, self._clock = journal, clock
         self._state = ControllerState()
         self._dropped: dict[int, str] = {}
@@ -199,7 +196,7 @@ class Controller:
     # Events from the reward service
 
     def sample_rewarded(self, group_id: int, sample_index: int, reward: float, components: Mapping[str, float], latency_s: float) -> None:
-        """Takes over the reward of a finished sample.
+        """Takes over the reward of a finished sample. With dynamic sampling its group may be dropped by that: all of it is finished, nothing to cancel.
 
         Raises:
           ControllerError: the sample is not finished, has a reward, or was never admitted; or the reward is not finite.
@@ -218,6 +215,9 @@ class Controller:
         values = {str(k): float(v) for k, v in components.items()}
         sample.trajectory = dataclasses.replace(sample.trajectory, reward=reward, components=values)
         self._write("reward", group=group_id, sample=sample_index, reward=reward, components=values, latency_s=float(latency_s))
+        if self._state.refilled < self.refills_per_step and self._state.groups[group_id].uniform:
+            self._state.refilled += 1
+            self.drop_group(group_id, ZERO_STD)
 
     def drop_group(self, group_id: int, reason: str) -> list[tuple[int, int]]:
         """Gives a group up; its place is free again. What still comes for it is ignored, and its tokens are booked under the same reason.
@@ -292,6 +292,7 @@ class Controller:
             self._state.ledger.trained += group.tokens
         self._batch = None
         self._state.version += 1
+        self._state.refilled = 0
         self._write("trained", version=self._state.version)
         self.check()
 

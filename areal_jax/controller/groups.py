@@ -120,6 +120,11 @@ class Group:
         return all(s.rewarded for s in self.samples)
 
     @property
+    def uniform(self) -> bool:
+        """Whether all samples are rewarded, and alike: they teach nothing of one another."""
+        return self.ready and len({s.trajectory.reward for s in self.samples if s.trajectory is not None}) == 1
+
+    @property
     def generating(self) -> bool:
         return not all(s.finished for s in self.samples)
 

@@ -16,6 +16,7 @@ from collections.abc import Mapping
 
 LOST_ON_RESUME = "lost_on_resume"
 STALE = "stale"
+ZERO_STD = "zero_std"
 
 
 class LedgerError(RuntimeError):

@@ -17,7 +17,20 @@ from areal_jax.controller.groups import Group, Partial
 from areal_jax.controller.ledger import LOST_ON_RESUME, Ledger, LedgerBalance
 from areal_jax.controller.schedule import Candidate
 
-SNAPSHOT_FORMAT = 1
+SNAPSHOT_FORMAT = 2
+
+
+def check_arguments(groups_per_step: int, group_size: int, max_new_tokens: int, max_staleness: int | None, on_overdue: str, refills_per_step: int) -> None:
+    """Raises ValueError for arguments of a controller that cannot be."""
+    if on_overdue not in ("wait", "drop", "keep"):
+        raise ValueError(f"on_overdue must be 'wait', 'drop' or 'keep'; got {on_overdue!r}")
+    if refills_per_step and group_size < 2:
+        raise ValueError(f"dynamic sampling compares the samples of a group, so group_size must be at least 2; got {group_size}; set refills_per_step=0")
+    if min(groups_per_step, group_size, max_new_tokens) < 1 or (max_staleness is not None and max_staleness < 0):
+        raise ValueError(
+            "groups_per_step, group_size and max_new_tokens must be at least 1 and max_staleness at least 0; "
+            f"got {groups_per_step}, {group_size}, {max_new_tokens}, {max_staleness}"
+        )
 
 
 @dataclasses.dataclass
@@ -30,6 +43,7 @@ class ControllerState:
       last_admitted: index of the last admitted prompt, -1 before the first.
       admitted: groups admitted since the start of the run, dropped ones included.
       drop_counts: dropped groups by reason; samples for 'lost_on_resume'.
+      refilled: groups dropped by dynamic sampling since the last step was trained.
       ledger: the running totals.
       groups: admitted and neither trained nor dropped, by id.
     """
@@ -39,6 +53,7 @@ class ControllerState:
     last_admitted: int = -1
     admitted: int = 0
     drop_counts: Counter[str] = dataclasses.field(default_factory=Counter)
+    refilled: int = 0
     ledger: Ledger = dataclasses.field(default_factory=Ledger)
     groups: dict[int, Group] = dataclasses.field(default_factory=dict)
 
@@ -79,6 +94,7 @@ class ControllerState:
             "last_admitted": self.last_admitted,
             "admitted": self.admitted,
             "drop_counts": dict(self.drop_counts),
+            "refilled": self.refilled,
             "ledger": self.ledger.to_dict(),
             "groups": [group.to_dict(partials) for group in self.groups.values()],
         }
@@ -102,6 +118,7 @@ class ControllerState:
             last_admitted=snapshot["last_admitted"],
             admitted=snapshot["admitted"],
             drop_counts=Counter(snapshot["drop_counts"]),
+            refilled=snapshot["refilled"],
             ledger=Ledger.from_dict(snapshot["ledger"]),
         )
         lost = Counter[str]()

@@ -20,10 +20,12 @@ from areal_jax.planner.activations import activation_parts
 from areal_jax.planner.counts import batch_of, item, kv_bytes_per_token, kv_parts, matrices
 from areal_jax.planner.hardware import Chip
 from areal_jax.planner.setup import Axes, Setup, shard_bytes, sharded_params, train_state, with_meshes
+from areal_jax.trainer.objective import in_loss, needs_reference
 from areal_jax.trainer.versions import earlier_versions
 
-MICRO_BATCH_ARRAYS = 9
-"""Of 4 bytes a position: a micro-batch's eight, and the proximal log-probs; with ``rollout.exact_logprobs`` also what the sampler said."""
+MICRO_BATCH_ARRAYS = 10
+"""Of 4 bytes a position: a micro-batch's nine, and the proximal log-probs; with ``rollout.exact_logprobs`` also what the sampler said, with a KL in the loss
+the reference's."""
 
 UPDATE = 3
 """Trees of gradients' size that the update holds beside the state: the mean gradient and what AdamW makes of it."""
@@ -53,6 +55,7 @@ def trainer_memory(setup: Setup) -> Memory:
         "parameters": params,
         **({"frozen parameters": shard_bytes(frozen)} if setup.model.lora else {}),
         **({f"parameters of {earlier} earlier versions": earlier * params} if (earlier := earlier_versions(setup.config)) else {}),
+        **({"reference policy": params} if needs_reference(setup.config.algorithm) and not setup.model.lora else {}),
         "optimizer": shard_bytes(state.opt_state),
         "gradients": shard_bytes(state.params, "float32"),
         "batch": batch_of(setup).positions // (setup.trainer.shards * setup.trainer.context) * 4 * batch_arrays(setup),
@@ -63,7 +66,7 @@ def trainer_memory(setup: Setup) -> Memory:
 
 def batch_arrays(setup: Setup) -> int:
     """Arrays of 4 bytes a position that a micro-batch consists of."""
-    return MICRO_BATCH_ARRAYS + setup.config.rollout.exact_logprobs
+    return MICRO_BATCH_ARRAYS + setup.config.rollout.exact_logprobs + in_loss(setup.config.algorithm)
 
 
 def accumulate_bytes(setup: Setup, widened: bool | None = None) -> int:

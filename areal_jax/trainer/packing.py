@@ -34,6 +34,7 @@ class MicroBatch:
       behaviour_logprobs: float32 [R, C], of the target under the policy that sampled it; 0 outside the mask.
       versions: int32 [R, C], version of the policy that sampled the target; -1 outside the mask.
       advantages: float32 [R, C]; 0 outside the mask.
+      loss_weights: float32 [R, C], what a token's loss weighs (``algorithms.aggregation``); 0 outside the mask.
     """
 
     tokens: Any
@@ -44,19 +45,22 @@ class MicroBatch:
     behaviour_logprobs: Any
     versions: Any
     advantages: Any
+    loss_weights: Any
 
 
 @dataclasses.dataclass(frozen=True)
 class PackedSequence:
     """One sequence with what is known of its generated tokens.
 
-    ``tokens`` is int32 [n]; the last k of them were generated, and ``behaviour_logprobs``, ``versions`` and ``advantages`` are [k].
+    ``tokens`` is int32 [n]; the last k of them were generated, and ``behaviour_logprobs``, ``versions`` and ``advantages`` are [k];
+    ``weight`` is that of each of their losses.
     """
 
     tokens: np.ndarray
     behaviour_logprobs: np.ndarray
     versions: np.ndarray
     advantages: np.ndarray
+    weight: float = 1.0
 
     @property
     def positions(self) -> int:
@@ -72,12 +76,14 @@ class PackedBatch:
       minibatches: for each sequential update its micro-batches.
       tokens: for each minibatch the number of trained (generated) tokens.
       metrics: what the host knows of the batch, by metric name.
+      denominators: for each minibatch what the sum of its tokens' weighted losses is divided by.
     """
 
     step: int
     minibatches: tuple[tuple[MicroBatch, ...], ...]
     tokens: tuple[int, ...]
     metrics: Mapping[str, float | None]
+    denominators: tuple[float, ...]
 
 
 def allocate(lengths: Sequence[int] | np.ndarray, capacity: int, k_min: int = 1) -> list[list[int]]:
@@ -186,6 +192,7 @@ def pack_rows(
             batch.behaviour_logprobs[row, generated] = sequence.behaviour_logprobs
             batch.versions[row, generated] = sequence.versions
             batch.advantages[row, generated] = sequence.advantages
+            batch.loss_weights[row, generated] = sequence.weight
             start += n
     return batch
 
@@ -213,6 +220,7 @@ def _empty(rows: int, capacity: int) -> MicroBatch:
         behaviour_logprobs=zeros(np.float32),
         versions=np.full((rows, capacity), -1, np.int32),
         advantages=zeros(np.float32),
+        loss_weights=zeros(np.float32),
     )
 
 
@@ -251,7 +259,13 @@ def split_groups(tokens: Sequence[int], minibatches: int) -> list[list[int]]:
 
 
 def pack(
-    batch: TrainingBatch, advantages: Sequence[np.ndarray], capacity: int, counts: Sequence[int], minibatches: int, skip_zero: bool = False
+    batch: TrainingBatch,
+    advantages: Sequence[np.ndarray],
+    capacity: int,
+    counts: Sequence[int],
+    minibatches: int,
+    skip_zero: bool = False,
+    weights: tuple[Sequence[float] | np.ndarray, Sequence[float] | np.ndarray] | None = None,
 ) -> PackedBatch:
     """Packs a training step.
 
@@ -262,24 +276,31 @@ def pack(
       counts: static row counts, largest first.
       minibatches: sequential updates of the step.
       skip_zero: samples whose advantages are all 0, and which so have no gradient, only take the room that the others leave; all count in the mean.
+      weights: for each trajectory (weight of its tokens' losses, share of the denominator), as ``aggregation.loss_weights``; None: the token mean.
 
     Returns:
       The minibatches with the packing's metrics: ``packing/efficiency`` (real ÷ computed positions) and ``packing/micro_batches``.
     """
     sequences: list[list[PackedSequence]] = []
-    values = iter(advantages)
+    lengths = [t.length for group in batch.groups for t in group.trajectories]
+    weighing, shares = weights or ([1.0] * len(lengths), lengths)
+    values, each, part_of = iter(advantages), iter(weighing), iter(shares)
+    totals = [sum(float(next(part_of)) for _ in group.trajectories) for group in batch.groups]
     for group in batch.groups:
         whole = [np.concatenate([t.prompt_tokens, t.tokens]).astype(np.int32) for t in group.trajectories]
-        sequences.append([PackedSequence(w, t.behaviour_logprobs, t.versions, next(values)) for w, t in zip(whole, group.trajectories, strict=True)])
+        sequences.append(
+            [PackedSequence(w, t.behaviour_logprobs, t.versions, next(values), float(next(each))) for w, t in zip(whole, group.trajectories, strict=True)]
+        )
     computed, fillers = ([[s for s in group if (not skip_zero or np.any(s.advantages)) == wanted] for group in sequences] for wanted in (True, False))
     parts = split_groups([sum(s.positions for s in group) for group in computed], minibatches)
     packed = tuple(
         micro_batches([s for index in part for s in computed[index]], capacity, counts, [s for index in part for s in fillers[index]]) for part in parts
     )
     tokens = tuple(sum(len(s.versions) for index in part for s in sequences[index]) for part in parts)
+    denominators = tuple(sum(totals[index] for index in part) for part in parts)
     every = [m for part in packed for m in part]
     metrics: dict[str, float | None] = {
         "packing/efficiency": float(sum((m.segment_ids > 0).sum() for m in every) / sum(m.segment_ids.size for m in every)),
         "packing/micro_batches": float(len(every)),
     }
-    return PackedBatch(batch.step, packed, tokens, metrics)
+    return PackedBatch(batch.step, packed, tokens, metrics, denominators)

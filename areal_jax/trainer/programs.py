@@ -3,6 +3,7 @@
 Invariants:
 * Nothing here needs an array: the state is given by shapes, types and shardings.
 * One micro-batch program a row count, one update.
+* A micro-batch adds Σ weight·loss over its tokens to the gradient, and the update divides by the minibatch's denominator: neither knows of the packing.
 """
 
 from __future__ import annotations
@@ -16,78 +17,13 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from areal_jax.algorithms.losses import POLICY_LOSSES, TokenLoss, masked_sum, settings_of
 from areal_jax.models.adapters import join
 from areal_jax.models.architecture import ModelConfig
 from areal_jax.models.forward import forward_settings, packed_logprobs
+from areal_jax.trainer.objective import MAXIMA, SUMS, in_loss, needs_proximal, needs_reference, objective, reference_part
 from areal_jax.trainer.packing import MicroBatch
-from areal_jax.trainer.step import Placement, TrainState, update
+from areal_jax.trainer.step import Placement, TrainState, make_schedule, update
 from areal_jax.trainer.versions import earlier_versions
-
-SUMS = (
-    "tokens",
-    "loss",
-    "entropy",
-    "approx_kl",
-    "clip_low",
-    "clip_high",
-    "weight",
-    "weight_squared",
-    "capped",
-    "engine_tokens",
-    "engine_gap",
-    "engine_kl",
-    "stale_tokens",
-    "staleness_gap",
-    "staleness_kl",
-    "rescored_tokens",
-    "rescored_gap",
-)
-MAXIMA = ("weight_max", "engine_gap_max", "rescored_gap_max")
-
-
-def token_statistics(
-    loss: TokenLoss, entropy: jax.Array, proximal: jax.Array, micro: MicroBatch, version: jax.Array, sampled: jax.Array | None
-) -> dict[str, jax.Array]:
-    """Sums and maxima over a micro-batch's generated tokens, by the names in ``SUMS`` and ``MAXIMA``.
-
-    KL terms are the non-negative estimator r - 1 - log r of the sampled tokens. The engine gap is taken on tokens of the trainer's own
-    version, the staleness gap on the others: π_prox against π_behav both times. Where π_behav was scored anew, the rescored gap sets it
-    against what the sampler said (``sampled``), on all tokens.
-    """
-    mask = micro.loss_mask
-    behind = jnp.where(mask > 0, proximal, 0.0) - jnp.where(mask > 0, micro.behaviour_logprobs, 0.0)
-    weight = jnp.exp(behind)
-    mismatch = weight - 1.0 - behind
-    ratio = jnp.where(mask > 0, loss.ratio, 1.0)
-    own = jnp.where(micro.versions == version, mask, 0.0)
-    stale = mask - own
-    rescored = jnp.zeros_like(mask) if sampled is None else jnp.where(mask > 0, jnp.abs(micro.behaviour_logprobs - sampled), 0.0)
-    sums = {
-        "tokens": mask.sum(),
-        "loss": masked_sum(loss.loss, mask),
-        "entropy": masked_sum(entropy, mask),
-        "approx_kl": masked_sum(ratio - 1.0 - jnp.log(ratio), mask),
-        "clip_low": masked_sum(loss.clipped * (micro.advantages < 0), mask),
-        "clip_high": masked_sum(loss.clipped * (micro.advantages > 0), mask),
-        "weight": masked_sum(weight, mask),
-        "weight_squared": masked_sum(jnp.square(weight), mask),
-        "capped": masked_sum(loss.capped, mask),
-        "engine_tokens": own.sum(),
-        "engine_gap": masked_sum(jnp.abs(behind), own),
-        "engine_kl": masked_sum(mismatch, own),
-        "stale_tokens": stale.sum(),
-        "staleness_gap": masked_sum(jnp.abs(behind), stale),
-        "staleness_kl": masked_sum(mismatch, stale),
-        "rescored_tokens": jnp.zeros(()) if sampled is None else mask.sum(),
-        "rescored_gap": rescored.sum(),
-    }
-    maxima = {
-        "weight_max": jnp.max(jnp.where(mask > 0, weight, 0.0)),
-        "engine_gap_max": jnp.max(jnp.where(own > 0, jnp.abs(behind), 0.0)),
-        "rescored_gap_max": rescored.max(),
-    }
-    return jax.lax.stop_gradient({**sums, **maxima})
 
 
 def train_programs(
@@ -105,40 +41,39 @@ def train_programs(
       counts: static row counts of micro-batches.
 
     Returns:
-      'gradients' and 'statistics' (zeros to accumulate into), ('proximal', rows) for π_prox of later minibatches, ('accumulate', rows)
-      for a micro-batch's gradient, 'apply' for the update. With ``rollout.exact_logprobs`` and η > 0 also 'copy' and ('choose', rows), for
-      ``versions.EarlierVersions``.
+      'gradients' and 'statistics' (zeros to accumulate into), ('accumulate', rows) for a micro-batch's gradient, 'apply' for the update. Where they are
+      needed ('proximal', rows) for π_prox, ('reference', rows) for the reference policy's log-probs, and with ``rollout.exact_logprobs`` and η > 0 'copy'
+      and ('choose', rows), for ``versions.EarlierVersions``.
     """
     exact = config.rollout.exact_logprobs
     earlier = earlier_versions(config) > 0
-    temperature, loss_settings = config.rollout.temperature, settings_of(config.algorithm)
-    policy_loss = POLICY_LOSSES[config.algorithm.loss]
+    temperature, schedule, penalised = config.rollout.temperature, make_schedule(config.trainer), in_loss(config.algorithm)
     scalar = jax.ShapeDtypeStruct((), jnp.float32, sharding=here.scalar)
     forward = functools.partial(packed_logprobs, model, settings=forward_settings(config, model, here.mesh))
 
     def proximal(params: Any, frozen: Any, micro: MicroBatch) -> jax.Array:
         return forward(join(params, frozen), micro.tokens, micro.positions, micro.segment_ids, micro.targets, temperature)[0]
 
-    def loss(params: Any, frozen: Any, micro: MicroBatch, centre: Any, fresh: Any, version: Any, sampled: Any) -> tuple[jax.Array, dict[str, jax.Array]]:
-        logprobs, entropy = forward(join(params, frozen), micro.tokens, micro.positions, micro.segment_ids, micro.targets, temperature)
-        centre = jnp.where(fresh, jax.lax.stop_gradient(logprobs), centre)
-        if exact:  # what sampled a token of the trainer's own version is the proximal policy itself
-            micro = dataclasses.replace(micro, behaviour_logprobs=jnp.where(micro.versions == version, centre, micro.behaviour_logprobs))
-        tokens = policy_loss(logprobs, centre, micro.behaviour_logprobs, micro.advantages, micro.loss_mask, micro.segment_ids, loss_settings)
-        return masked_sum(tokens.loss, micro.loss_mask), token_statistics(tokens, entropy, centre, micro, version, sampled)
+    loss = objective(config, lambda params, micro: forward(params, micro.tokens, micro.positions, micro.segment_ids, micro.targets, temperature))
+    base, reference_params = reference_part(model, state.params, frozen)
+
+    def reference(params: Any, micro: MicroBatch) -> jax.Array:
+        how = forward_settings(config, base, here.mesh)
+        return packed_logprobs(base, params, micro.tokens, micro.positions, micro.segment_ids, micro.targets, temperature, how)[0]
 
     def accumulate(
-        params: Any, frozen: Any, gradients: Any, statistics: Any, micro: MicroBatch, centre: Any, fresh: Any, version: Any, sampled: Any
+        params: Any, frozen: Any, gradients: Any, statistics: Any, micro: MicroBatch, centre: Any, fresh: Any, version: Any, sampled: Any, reference: Any
     ) -> tuple[Any, Any]:
-        more, seen = jax.grad(loss, has_aux=True)(params, frozen, micro, centre, fresh, version, sampled)
+        more, seen = jax.grad(loss, has_aux=True)(params, frozen, micro, centre, fresh, version, sampled, reference)
         gradients = jax.tree.map(lambda total, g: total + g.astype(jnp.float32), gradients, more)
         joined = {name: statistics[name] + seen[name] for name in SUMS} | {name: jnp.maximum(statistics[name], seen[name]) for name in MAXIMA}
         return gradients, joined
 
-    def apply(state: TrainState, gradients: Any, tokens: Any, rate: Any, version: Any) -> tuple[TrainState, jax.Array, jax.Array]:
-        mean = jax.tree.map(lambda g: g / tokens, gradients)
+    def apply(state: TrainState, gradients: Any, denominator: Any, version: Any) -> tuple[TrainState, jax.Array, jax.Array, jax.Array]:
+        mean = jax.tree.map(lambda g: g / denominator, gradients)
+        rate = jnp.asarray(schedule(version), jnp.float32)
         state, norm, finite = update(optimizer, state, mean, rate, config.trainer.grad_clip)
-        return dataclasses.replace(state, step=version + 1), norm, finite
+        return dataclasses.replace(state, step=version + 1), norm, finite, rate
 
     def choose(logprobs: Any, versions: Any, version: Any, scored: Any) -> jax.Array:
         return jnp.where(versions == version, scored, logprobs)
@@ -154,18 +89,20 @@ def train_programs(
     programs: dict[Any, Any] = {
         "gradients": jax.jit(lambda: zeros(gradients), out_shardings=shardings[0]).lower(),
         "statistics": jax.jit(lambda: zeros(statistics), out_shardings=shardings[1]).lower(),
-        "apply": jax.jit(apply, donate_argnums=0, out_shardings=(here.state, here.scalar, here.scalar)).lower(state, gradients, scalar, scalar, version),
+        "apply": jax.jit(apply, donate_argnums=0, out_shardings=(here.state, *[here.scalar] * 3)).lower(state, gradients, scalar, version),
     }
     if earlier:
         programs["copy"] = jax.jit(lambda tree: jax.tree.map(jnp.copy, tree), out_shardings=here.state.params).lower(state.params)
     for rows in counts:
         shape = (rows, config.trainer.micro_batch_tokens)
         integers, floats = (jax.ShapeDtypeStruct(shape, dtype, sharding=here.rows) for dtype in (jnp.int32, jnp.float32))
-        micro = MicroBatch(integers, integers, integers, integers, floats, floats, integers, floats)
-        if config.trainer.minibatches > 1 or earlier:
+        micro = MicroBatch(integers, integers, integers, integers, floats, floats, integers, floats, floats)
+        if needs_reference(config.algorithm):
+            programs["reference", rows] = jax.jit(reference, out_shardings=here.rows).lower(reference_params, micro)
+        if needs_proximal(config):
             programs["proximal", rows] = jax.jit(proximal, out_shardings=here.rows).lower(state.params, frozen, micro)
         programs["accumulate", rows] = jax.jit(accumulate, donate_argnums=(2, 3), out_shardings=shardings).lower(
-            state.params, frozen, gradients, statistics, micro, floats, flag, version, floats if exact else None
+            state.params, frozen, gradients, statistics, micro, floats, flag, version, floats if exact else None, floats if penalised else None
         )
         if earlier:
             programs["choose", rows] = jax.jit(choose, out_shardings=here.rows).lower(floats, integers, version, floats)

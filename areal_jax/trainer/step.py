@@ -66,6 +66,10 @@ class Placement:
     mesh: Mesh
 
 
+MUON_RMS = 0.2
+"""Root mean square of an update of Muon at learning rate 1: about AdamW's."""
+
+
 class NonFiniteError(RuntimeError):
     """Too many updates in a row had a gradient that is not finite."""
 
@@ -76,11 +80,48 @@ def float32(tree: Any) -> Any:
 
 
 def make_optimizer(section: Any) -> optax.GradientTransformation:
-    """AdamW's direction (arXiv 1711.05101), before the learning rate, from the ``trainer`` or ``sft`` section of a configuration."""
+    """The optimizer's direction, before the learning rate, from the ``trainer`` or ``sft`` section of a configuration: AdamW (arXiv 1711.05101) or Muon."""
+    if getattr(section, "optimizer", "adamw") == "muon":
+        return _muon(section)
     return optax.chain(
         optax.scale_by_adam(b1=section.adam_b1, b2=section.adam_b2, eps=getattr(section, "adam_epsilon", 1e-8)),
         optax.add_decayed_weights(section.weight_decay),
     )
+
+
+def _muon(section: Any) -> optax.GradientTransformation:
+    """Muon for the matrices of the blocks, scaled as arXiv 2502.16982 does so that AdamW's learning rates fit; AdamW with Nesterov's momentum for the rest."""
+
+    def matrices(params: Any) -> Any:
+        def dimensions(path: tuple[Any, ...], leaf: Any) -> Any:
+            matrix = path[0].key == "layers" and leaf.ndim >= 2
+            return optax.contrib.MuonDimensionNumbers(leaf.ndim - 2, leaf.ndim - 1) if matrix else None
+
+        return jax.tree_util.tree_map_with_path(dimensions, params)
+
+    muon = optax.contrib.muon(
+        learning_rate=1.0,
+        beta=section.muon_beta,
+        weight_decay=section.weight_decay,
+        adam_b1=section.adam_b1,
+        adam_b2=section.adam_b2,
+        adam_weight_decay=section.weight_decay,
+        muon_weight_dimension_numbers=matrices,
+        consistent_rms=MUON_RMS,
+    )
+    return optax.chain(muon, optax.scale(-1.0))
+
+
+def make_schedule(section: Any) -> optax.Schedule:
+    """The learning rate of a training step (from 0): linear warm-up, then constant, or a cosine or a line to 0 at ``trainer.steps``."""
+    rate, warm, length = section.learning_rate, section.warmup_steps, max(1, section.steps - section.warmup_steps)
+    after = {
+        "constant": lambda: optax.constant_schedule(rate),
+        "cosine": lambda: optax.cosine_decay_schedule(rate, length),
+        "linear": lambda: optax.linear_schedule(rate, 0.0, length),
+    }[section.schedule]()
+    rising = optax.linear_schedule(rate / max(1, warm), rate, max(1, warm - 1))
+    return optax.join_schedules([rising, after], [warm]) if warm else after
 
 
 def new_state(optimizer: optax.GradientTransformation, params: Any) -> TrainState:
@@ -105,7 +146,18 @@ def place(model: ModelConfig, mesh: Mesh, optimizer: optax.GradientTransformatio
     specs = split(model, param_specs(model))
     scalar = NamedSharding(mesh, P())
     of_params, of_frozen = named_shardings(mesh, specs[0], state.params), named_shardings(mesh, specs[1], frozen)
-    of_optimizer = optax.tree_map_params(optimizer, lambda _, sharding: sharding, state.opt_state, of_params, transform_non_params=lambda _: scalar)
+
+    def absent(leaf: Any) -> bool:
+        return isinstance(leaf, optax.MaskedNode)
+
+    of_optimizer = optax.tree_map_params(
+        optimizer,
+        lambda leaf, sharding: leaf if absent(leaf) else sharding,
+        state.opt_state,
+        of_params,
+        transform_non_params=lambda _: scalar,
+        is_leaf=absent,
+    )
     placed = TrainState(params=of_params, opt_state=of_optimizer, step=scalar, skipped=scalar)
     return Placement(placed, of_frozen, NamedSharding(mesh, logical_to_mesh("batch", "length")), scalar, mesh.shape["data"] * mesh.shape["fsdp"], mesh)
 
@@ -127,7 +179,7 @@ class StateHolder:
     Attributes:
       state: the train state; a step replaces it and reuses its buffers.
       frozen: the parameters that are not trained; {} without adapters.
-      base: a checksum of what is frozen, to recognise it by; '' when all is trained.
+      base: a checksum of what never changes (the frozen parameters, a reference policy), to recognise it by; '' without.
       version: training steps done.
     """
 
@@ -154,15 +206,16 @@ class StateHolder:
         return join(self.state.params, self.frozen)
 
     def check_base(self, meta: Mapping[str, Any]) -> None:
-        """Refuses the facts of a checkpoint whose adapters were trained on other weights.
+        """Refuses the facts of a checkpoint that was trained on, or held to, other weights.
 
         Raises:
           CheckpointError: the checksums differ.
         """
         if meta.get("base", "") != self.base:
             raise CheckpointError(
-                f"the adapters of a checkpoint must go on from the weights they were trained on (checksum {meta.get('base') or 'none'}); "
-                f"'model.path' holds others ({self.base or 'none'}); put the first ones back, or take another --workdir"
+                "adapters must go on from the weights they were trained on, and a reference policy must be the one that the run started from "
+                f"(checksum {meta.get('base') or 'none'}); 'model.path' or the warm-up gives others ({self.base or 'none'}); "
+                "put the first ones back, or take another --workdir"
             )
 
     def abstract_state(self) -> TrainState:

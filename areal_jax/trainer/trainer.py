@@ -1,10 +1,12 @@
 """The reinforcement-learning trainer: one step turns a packed batch and version v into version v + 1.
 
 Invariants:
-* π_prox is the policy before the step's first update, for every minibatch; the first minibatch reads it off its own forward pass.
-* A minibatch's gradient is the mean over all its generated tokens, however they were packed, ordered or sharded.
+* π_prox is the policy before the step's first update, for every minibatch; the first minibatch reads it off its own forward pass, so that a step of one
+  minibatch has no other. With ``algorithm.proximal=log_linear`` no minibatch has one: π_prox is approximated from π_behav and the current policy.
+* A minibatch's gradient is that of its loss aggregated over all its samples, however they were packed, ordered or sharded.
+* The reference policy is the one that the run started from; no step changes it.
 * All programs are compiled when the trainer is made; a step compiles nothing.
-* A step reads the device once, at its end.
+* A step reads the device once, at its end; M2PO's filter, which is over the whole batch, once before. A KL in the reward is read when a batch is built.
 * With ``rollout.exact_logprobs`` the sampler's log-probs are only compared: π_prox and π_behav of a micro-batch come from one program, under the
   versions concerned, so on tokens of the trainer's own version they are equal to the bit. The sampler's weights may be a cast (``model.sampler_dtype``);
   a version's policy is then what the trainer's weights of that version say.
@@ -14,7 +16,6 @@ from __future__ import annotations
 
 import concurrent.futures
 import dataclasses
-import math
 import os
 import time
 from collections.abc import Mapping
@@ -25,26 +26,24 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh
 
+from areal_jax.algorithms.proximal import second_moment_filter
+from areal_jax.models.adapters import fingerprint
 from areal_jax.models.architecture import ModelConfig
-from areal_jax.trainer.build import build_batch
+from areal_jax.trainer.build import build_batch, token_scores_of
+from areal_jax.trainer.objective import in_loss, needs_reference
 from areal_jax.trainer.packing import MicroBatch, PackedBatch, row_counts
 from areal_jax.trainer.programs import train_programs
-from areal_jax.trainer.step import NonFiniteError, StateHolder, TrainState
+from areal_jax.trainer.step import NonFiniteError, StateHolder, TrainState, owned
 from areal_jax.trainer.versions import EarlierVersions, earlier_versions, versions_in
 from areal_jax.types import TrainingBatch
 
 
-def learning_rate(section: Any, step: int) -> float:
-    """The rate of a training step (from 0): linear warm-up, then constant or a cosine to 0 at ``trainer.steps``."""
-    rate = section.learning_rate
-    if section.schedule == "cosine":
-        length = max(1, section.steps - section.warmup_steps)
-        rate *= 0.5 * (1.0 + math.cos(math.pi * min(1.0, max(0, step - section.warmup_steps) / length)))
-    return rate * min(1.0, (step + 1) / section.warmup_steps) if section.warmup_steps else rate
-
-
 class Trainer(StateHolder):
-    """Decoupled PPO (or PPO) by gradient accumulation over packed micro-batches, sharded over a mesh."""
+    """The configured algorithm by gradient accumulation over packed micro-batches, sharded over a mesh.
+
+    Attributes:
+      reference: parameters of the policy that the run started from, or with adapters what is frozen below them; None where nothing asks for it.
+    """
 
     def __init__(self, config: Any, model: ModelConfig, mesh: Mesh, params: Any):
         """Puts the state in place and compiles every program of a step.
@@ -57,12 +56,29 @@ class Trainer(StateHolder):
         """
         super().__init__(model, mesh, config.trainer, params, config.model.param_dtype)
         self.config = config
+        self.reference: Any = None
+        if needs_reference(config.algorithm):
+            own = model.lora is None
+            self.reference = owned(params, self.placement.state.params, config.model.param_dtype) if own else self.frozen
+            self.base = fingerprint(self.reference)
         self.counts = row_counts(config.trainer.micro_batch_rows or self.placement.shards, self.placement.shards)
         self._compile()
 
     def build(self, batch: TrainingBatch) -> PackedBatch:
-        """Rewards, advantages and packing, on the host."""
-        return build_batch(batch, self.config, self.counts)
+        """Rewards, advantages and packing, on the host; a KL in the reward needs the reference's forward pass before."""
+        a, reference = self.config.algorithm, None
+        if needs_reference(a) and not in_loss(a):
+            reference = token_scores_of(batch, self.config, self.counts, lambda micro: jax.device_get(self._reference_of(self._placed(micro))))
+        return build_batch(batch, self.config, self.counts, reference)
+
+    def _placed(self, micro: MicroBatch) -> MicroBatch:
+        return jax.device_put(micro, self.placement.rows)
+
+    def _reference_of(self, micro: MicroBatch) -> Any:
+        return self._reference[micro.tokens.shape[0]](self.reference, micro)
+
+    def _proximal_of(self, micro: MicroBatch) -> Any:
+        return self._proximal[micro.tokens.shape[0]](self.state.params, self.frozen, micro)
 
     def step(self, packed: PackedBatch) -> dict[str, float | None]:
         """One training step: all minibatches in turn, one update each.
@@ -81,35 +97,34 @@ class Trainer(StateHolder):
             raise ValueError(f"a batch must be built for the trainer's version {self.version}; got one for step {packed.step}")
         started = time.perf_counter()
         version = jax.device_put(np.int32(self.version), self.placement.scalar)
-        rate = learning_rate(self.config.trainer, self.version)
-        device_rate = jax.device_put(np.float32(rate), self.placement.scalar)
-        minibatches = [[jax.device_put(micro, self.placement.rows) for micro in minibatch] for minibatch in packed.minibatches]
-        minibatches, sampled, centres, rescoring = self._rescored(packed, minibatches)
-        # Where no token is older, the first minibatch needs no pass of its own for π_prox: its policy is the proximal one until the first update.
-        proximal = [[self._proximal[m.tokens.shape[0]](self.state.params, self.frozen, m) for m in minibatch] for minibatch in minibatches[1:]]
-        proximal.insert(0, [m.behaviour_logprobs if c is None else c for m, c in zip(minibatches[0], centres, strict=True)])
-        statistics, norms, applied = self._no_statistics(), [], []
+        minibatches = [[self._placed(micro) for micro in minibatch] for minibatch in packed.minibatches]
+        minibatches, sampled, first, rescoring = self._rescored(packed, minibatches)
+        minibatches, centres, filtering = self._centres(minibatches, first)
+        statistics, updates = self._no_statistics(), []
         for index, minibatch in enumerate(minibatches):
             gradients = self._no_gradients()
-            fresh = [self._true if index == 0 and centres[k] is None else self._false for k in range(len(minibatch))]
-            for micro, centre, own, said in zip(minibatch, proximal[index], fresh, sampled[index], strict=True):
+            for micro, centre, said in zip(minibatch, centres[index], sampled[index], strict=True):
+                fresh = self._true if index == 0 and centre is None else self._false
+                reference = self._reference_of(micro) if in_loss(self.config.algorithm) else None
+                known = micro.behaviour_logprobs if centre is None else centre
                 gradients, statistics = self._accumulate[micro.tokens.shape[0]](
-                    self.state.params, self.frozen, gradients, statistics, micro, centre, own, version, said
+                    self.state.params, self.frozen, gradients, statistics, micro, known, fresh, version, said, reference
                 )
-            tokens = jax.device_put(np.float32(max(1, packed.tokens[index])), self.placement.scalar)
-            self.state, norm, finite = self._apply(self.state, gradients, tokens, device_rate, version)
-            norms.append(norm)
-            applied.append(finite)
-        sums, norms, applied, skipped = jax.device_get((statistics, norms, applied, self.state.skipped))
+            denominator = jax.device_put(np.float32(max(packed.denominators[index], 1.0)), self.placement.scalar)
+            self.state, *told = self._apply(self.state, gradients, denominator, version)
+            updates.append(told)
+        sums, updates, skipped = jax.device_get((statistics, updates, self.state.skipped))
+        norms, applied, rates = zip(*updates, strict=True)
         self.version += 1
         metrics = {
             **packed.metrics,
-            **step_metrics(sums, sum(packed.tokens)),
+            **step_metrics(sums, sum(packed.denominators[: len(minibatches)]), self.config.algorithm),
             "grad_norm": float(np.mean(norms)),
-            "learning_rate": rate,
+            "learning_rate": float(rates[-1]),
             "update/skipped_nonfinite": float(len(applied) - sum(applied)),
             "time/train": time.perf_counter() - started,
             **rescoring,
+            **filtering,
         }
         if skipped >= self.config.trainer.max_nonfinite_updates:
             raise NonFiniteError(self._diagnosis(int(skipped), metrics))
@@ -144,6 +159,45 @@ class Trainer(StateHolder):
         self.earlier.keep(self.version, self.state.params)
         jax.block_until_ready(self.earlier.params)
         return rescored, sampled, centres, {"time/rescore": time.perf_counter() - started}
+
+    def _centres(self, minibatches: list[list[MicroBatch]], first: list[Any]) -> tuple[list[list[MicroBatch]], list[list[Any]], dict[str, float]]:
+        """π_prox of each micro-batch; with M2PO the advantages of the tokens that its filter drops become 0.
+
+        Args:
+          minibatches: on the device.
+          first: of the first minibatch's micro-batches where it is known already, else None.
+
+        Returns:
+          (micro-batches, log-probs of each or None where its own forward pass gives them or nothing needs them, metrics).
+        """
+        a = self.config.algorithm
+        if a.proximal == "log_linear":
+            return minibatches, [[None] * len(minibatch) for minibatch in minibatches], {}
+        if a.loss == "m2po":
+            first = [self._proximal_of(m) if known is None else known for m, known in zip(minibatches[0], first, strict=True)]
+        centres = [first, *([self._proximal_of(m) for m in minibatch] for minibatch in minibatches[1:])]
+        return self._filtered(minibatches, centres) if a.loss == "m2po" else (minibatches, centres, {})
+
+    def _filtered(self, minibatches: list[list[MicroBatch]], centres: list[list[Any]]) -> tuple[list[list[MicroBatch]], list[list[Any]], dict[str, float]]:
+        """``_centres`` of M2PO: one filter over all tokens of the step, on the host."""
+        micros, scores = [m for part in minibatches for m in part], [c for part in centres for c in part]
+        read = jax.device_get([(m.advantages, m.loss_mask, m.behaviour_logprobs, m.versions, c) for m, c in zip(micros, scores, strict=True)])
+        inside = [mask > 0 for _, mask, *_ in read]
+        proximal = np.concatenate([c[i] for i, (*_, c) in zip(inside, read, strict=True)])
+        behaviour = np.concatenate([b[i] for i, (_, _, b, *_) in zip(inside, read, strict=True)])
+        if self.config.rollout.exact_logprobs:
+            own = np.concatenate([v[i] for i, (*_, v, _) in zip(inside, read, strict=True)]) == self.version
+            behaviour = np.where(own, proximal, behaviour)
+        kept = second_moment_filter(behaviour, proximal, self.config.algorithm.m2_threshold)
+        filtered, start = [], 0
+        for micro, mask, (given, *_) in zip(micros, inside, read, strict=True):
+            advantages = np.zeros(mask.shape, np.float32)
+            advantages[mask] = given[mask] * kept[start : start + int(mask.sum())]
+            start += int(mask.sum())
+            filtered.append(dataclasses.replace(micro, advantages=jax.device_put(advantages, self.placement.rows)))
+        rest = iter(filtered)
+        dropped = {"importance_weight/capped_fraction": 1.0 - float(kept.mean())} if kept.size else {}
+        return [[next(rest) for _ in part] for part in minibatches], centres, dropped
 
     def load_state(self, state: TrainState) -> None:
         """Goes on from a restored state, without the parameters of earlier versions."""
@@ -186,19 +240,28 @@ class Trainer(StateHolder):
         self._no_gradients, self._no_statistics, self._apply = compiled["gradients"], compiled["statistics"], compiled["apply"]
         self._proximal = {rows: compiled["proximal", rows] for rows in self.counts if ("proximal", rows) in compiled}
         self._accumulate = {rows: compiled["accumulate", rows] for rows in self.counts}
+        self._reference = {rows: compiled["reference", rows] for rows in self.counts if ("reference", rows) in compiled}
         self.earlier = EarlierVersions(earlier_versions(self.config), here, compiled)
 
 
-def step_metrics(sums: Mapping[str, Any], trained: int) -> dict[str, float | None]:
-    """Metrics of a step from the sums and maxima over its computed tokens; the loss is the mean over all ``trained`` ones."""
+def step_metrics(sums: Mapping[str, Any], denominator: float, section: Any) -> dict[str, float | None]:
+    """Metrics of a step from the sums and maxima over its computed tokens.
+
+    Args:
+      sums: by the names in ``programs``.
+      denominator: of the weighted losses, over all minibatches.
+      section: the ``algorithm`` section of a configuration.
+    """
     s = {name: float(value) for name, value in sums.items()}
     tokens = max(1.0, s["tokens"])
 
     def mean(name: str, count: str) -> float | None:
         return s[name] / s[count] if s[count] else None
 
+    reference = {"loss/kl": section.kl_coefficient * s["reference_loss"] / max(1.0, denominator), "reference_kl": s["reference_kl"] / tokens}
     return {
-        "loss/policy": s["loss"] / max(1, trained),
+        **(reference if in_loss(section) else {}),
+        "loss/policy": s["loss"] / max(1.0, denominator),
         "entropy": s["entropy"] / tokens,
         "approx_kl": s["approx_kl"] / tokens,
         "clip_ratio/low": s["clip_low"] / tokens,

@@ -20,6 +20,7 @@ class Setup:
     on_overdue: str = "wait"
     max_concurrent_groups: int | None = None
     total_steps: int | None = None
+    refills_per_step: int = 0
 
 
 @dataclasses.dataclass
@@ -54,7 +55,9 @@ class World:
         self.trained: list[int] = []
         self.batches: list[list[int]] = []
         self.generated = self.trained_tokens = self.dropped_tokens = 0
-        self.restarts = 0
+        self.restarts = self.refilled = self.uniform_dropped = 0
+        self.kept: set[int] = set()
+        """Groups of equal rewards that came when no refill was left."""
 
     # What the model says
 
@@ -124,11 +127,22 @@ class World:
         self.audit()
 
     def reward(self, group: int, index: int) -> None:
-        reward = float((group + index) % 2)
+        reward = 1.0 if group % 3 == 0 else float((group + index) % 2)
         if group in self.live:
             self.live[group][index].reward = reward
         self.controller.sample_rewarded(group, index, reward, {"correct": reward}, 0.1)
+        if group in self.live and self.uniform(group):
+            if self.refilled < self.setup.refills_per_step:
+                self.refilled += 1
+                self.uniform_dropped += 1
+                self.forget(group)
+            else:
+                self.kept.add(group)
         self.audit()
+
+    def uniform(self, group: int) -> bool:
+        rewards = {s.reward for s in self.live[group]}
+        return len(rewards) == 1 and None not in rewards
 
     def complete(self, group: int) -> None:
         for index, sample in enumerate(self.live[group]):
@@ -175,6 +189,7 @@ class World:
         assert not set(ids) & set(self.trained), f"groups {sorted(set(ids) & set(self.trained))} are trained twice"
         for group in answer.groups:
             samples = self.live[group.group_id]
+            assert group.group_id in self.kept or not self.uniform(group.group_id), "a group of equal rewards is trained"
             assert [t.sample_index for t in group.trajectories] == list(range(self.setup.group_size)), "a group must be whole"
             for got, want in zip(group.trajectories, samples, strict=True):
                 assert got.tokens.tolist() == want.tokens and got.versions.tolist() == want.versions
@@ -186,6 +201,7 @@ class World:
         assert ids == ready[: len(ids)], f"oldest first: trained {ids}, ready were {ready}"
         self.controller.batch_trained(answer)
         self.version += 1
+        self.refilled = 0
         self.trained += ids
         self.batches.append(ids)
         for group in ids:
@@ -238,7 +254,7 @@ class World:
         if self.done:
             return
         self.push(self.version)
-        for _ in range(self.setup.groups_per_step + 1):
+        for _ in range(self.setup.groups_per_step + self.setup.refills_per_step + 1):
             self.admit(10**6)
             for group in list(self.live):
                 self.complete(group)
@@ -255,6 +271,7 @@ class World:
         assert self.controller.capacity() == self.admissible(), "equation 3"
         setup, counts = self.setup, self.controller.counts()
         assert counts["buffer/depth"] == len(self.ready()) and counts["groups/in_flight"] == len(self.live) - len(self.ready())
+        assert counts.get("drop/zero_std", 0) == self.uniform_dropped
         if setup.max_staleness is not None:
             assert len(self.live) <= (setup.max_staleness + 1) * setup.groups_per_step, "admission burst"
             if setup.on_overdue != "keep":

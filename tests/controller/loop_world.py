@@ -121,7 +121,18 @@ class LoopWorld:
     """A run of stand-ins, ready to ``run()``; ``saved`` are its checkpoints, ``rows`` its metrics, ``journal`` its events."""
 
     def __init__(
-        self, *, steps=6, max_staleness=1, on_overdue="wait", on_failure="zero", sampler=None, rewards=None, timeout_s=20.0, stop=lambda: False, save_every=0
+        self,
+        *,
+        steps=6,
+        max_staleness=1,
+        on_overdue="wait",
+        on_failure="zero",
+        sampler=None,
+        rewards=None,
+        timeout_s=20.0,
+        stop=lambda: False,
+        save_every=0,
+        refills=0,
     ):
         self.sampler, self.rewards, self.learner = sampler or FakeSampler(), rewards or FakeRewards(), FakeLearner()
         self.journal, self.saved, self.rows, self.after = [], [], [], []
@@ -137,6 +148,7 @@ class LoopWorld:
             journal=self.journal.append,
             clock=itertools.count().__next__,
             total_steps=steps,
+            refills_per_step=refills,
         )
         trace = lambda *arguments, **more: None  # noqa: E731
         self.rollout = Rollout(

@@ -54,6 +54,18 @@ def test_stop_request_ends_a_wait():
     assert saved[0] == 0 and len(saved[1]["controller"]["groups"]) == 4, "what is in flight is in the checkpoint"
 
 
+@pytest.mark.parametrize("eta", [0, 1])
+def test_groups_of_equal_rewards_are_refilled_and_the_run_ends(eta):
+    """All rewards are equal: each step drops what it may by name, and then trains."""
+    world = LoopWorld(steps=4, max_staleness=eta, refills=3)
+    assert world.loop.run() is True
+    dropped = [e["group"] for e in world.events("drop")]
+    assert all(e["reason"] == "zero_std" for e in world.events("drop")) and len(world.learner.batches) == 4
+    assert len(dropped) == world.rows[-1]["drop/zero_std"] and (eta or len(dropped) == 4 * 3)
+    assert not set(dropped) & {g for batch in world.learner.batches for g in batch}
+    assert all(row["ledger/residual"] == 0 for row in world.rows) and world.rows[-1]["ledger/dropped"] == 6 * len(dropped)
+
+
 def test_overdue_group_is_dropped_and_cancelled():
     world = LoopWorld(steps=4, sampler=FakeSampler(held=[0]), on_overdue="drop")
     assert world.loop.run() is True

@@ -31,9 +31,12 @@ class Machine(RuleBasedStateMachine):
             on_overdue=st.sampled_from(["wait", "wait", "drop", "keep"]),
             max_concurrent_groups=st.sampled_from([None, None, 4]),
             total_steps=st.sampled_from([None, None, 3]),
+            refills_per_step=st.sampled_from([0, 0, 2, 9]),
         )
     )
     def start(self, setup: Setup) -> None:
+        if setup.group_size < 2:
+            setup = dataclasses.replace(setup, refills_per_step=0)
         self.world = World(setup, self.controller_class)
 
     @rule(count=st.sampled_from([1, 2, 20]))
@@ -128,6 +131,40 @@ def test_invariants_hold_over_invented_schedules():
 def test_invariants_hold_over_random_runs(groups_per_step: int, eta: int | None):
     steps = sum(random_run(Setup(groups_per_step, 2, eta, mode), seed).version for seed, mode in enumerate(["wait", "drop", "keep"]))
     assert steps > 15, "the runs must train something to mean anything"
+
+
+@pytest.mark.parametrize("eta", [0, 1, 4, None])
+def test_invariants_hold_with_dynamic_sampling(eta: int | None):
+    """Groups of equal rewards are dropped by name, others take their places, η stays strict and a batch always comes."""
+    for seed, (mode, refills) in enumerate([("wait", 3), ("drop", 3), ("wait", 50), ("keep", 3)]):
+        world = random_run(Setup(2, 2, eta, mode, refills_per_step=refills), seed)
+        assert world.version > 3 and world.uniform_dropped > 3
+        assert world.controller.dropped_tokens()["zero_std"] > 0
+
+
+@pytest.mark.parametrize("eta", [0, 2])
+def test_a_policy_that_has_learnt_everything_is_trained_on_after_the_last_refill(eta: int):
+    world = World(Setup(2, 2, eta, refills_per_step=4))
+    world.uniform = lambda group: True
+    world.reward = lambda group, index: always_right(world, group, index)
+    for _ in range(3):
+        world.drain()
+    assert world.uniform_dropped == 3 * 4 and len(world.trained) == 3 * 2
+
+
+def always_right(world: World, group: int, index: int) -> None:
+    world.live[group][index].reward = 1.0
+    world.controller.sample_rewarded(group, index, 1.0, {}, 0.1)
+    world.kept.add(group)
+    if not world.controller.is_live(group):
+        world.uniform_dropped += 1
+        world.forget(group)
+    world.audit()
+
+
+def test_dynamic_sampling_needs_samples_to_compare():
+    with pytest.raises(ValueError, match=r"group_size must be at least 2; got 1"):
+        World(Setup(2, 1, 1, refills_per_step=2))
 
 
 def test_keep_goes_past_the_bound_and_wait_does_not():
@@ -249,6 +286,14 @@ class StampsTheTrainersVersion(Controller):
         return requests
 
 
+class RefillsWithoutEnd(Controller):
+    """Drops every group of equal rewards, however many there were since the last step."""
+
+    def sample_rewarded(self, *arguments):
+        self._state.refilled = 0
+        super().sample_rewarded(*arguments)
+
+
 FAULTS = [
     (AdmissionOnly, "is trained at age"),
     (TrainsTwice, "lost|trained twice|ledger"),
@@ -260,10 +305,11 @@ FAULTS = [
     (TrainsHalfGroups, "whole"),
     (NeverTrainsTheLast, None),
     (StampsTheTrainersVersion, "have versions from"),
+    (RefillsWithoutEnd, "ledger"),
 ]
 
 
-SETUPS = [Setup(b, g, eta, "wait") for eta in (1, 2, 0) for b in (1, 2, 3) for g in (1, 2)]
+SETUPS = [Setup(b, g, eta, "wait", refills_per_step=g - 1) for eta in (1, 2, 0) for b in (1, 2, 3) for g in (1, 2)]
 
 
 @pytest.mark.parametrize(("fault", "says"), FAULTS, ids=lambda value: getattr(value, "__name__", ""))

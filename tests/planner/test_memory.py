@@ -169,6 +169,13 @@ def test_deep_samplers_are_extrapolated():
         assert sent_in_all(program) == pytest.approx(sent_in_all(whole), rel=0.05)
 
 
+def test_a_reference_policy_is_a_second_copy_of_the_parameters_unless_adapters_lie_on_it():
+    reference: dict[str, Any] = {"algorithm.kl_coefficient": 0.1}
+    plain, with_reference, adapted = (trainer_memory(setup("fsdp=8", **more)).staying for more in ({}, reference, {**reference, **LORA}))
+    assert with_reference["reference policy"] == plain["parameters"] > 0 and "reference policy" not in {*plain, *adapted}
+    assert with_reference["batch"] > plain["batch"], "its log-probs lie there too"
+
+
 def test_the_update():
     planned = setup("fsdp=4,data=2")
     (program,) = compile_trainer(planned, ("apply",))

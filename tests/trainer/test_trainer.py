@@ -13,7 +13,7 @@ from areal_jax.models.policy import packed_logits
 from areal_jax.trainer.build import advantages_of, batch_metrics, rewards_of
 from areal_jax.trainer.packing import split_groups
 from areal_jax.trainer.step import NonFiniteError
-from areal_jax.trainer.trainer import Trainer, learning_rate
+from areal_jax.trainer.trainer import Trainer
 
 TEMPERATURE = 0.7
 LENGTH = 20
@@ -84,7 +84,7 @@ def reference_gradient(model, params, arrays, mask, proximal, behaviour, advanta
 
 def reference_step(model, params, batch, config):
     """Equation 5 by sequential plain gradient descent over the minibatches, unpacked."""
-    advantages = advantages_of(batch, config.algorithm, config.seed)
+    advantages = advantages_of(batch, config)
     samples = [t for g in batch.groups for t in g.trajectories]
     proximal = logprobs_of(model, params, samples)
     size = len(batch.groups[0].trajectories)
@@ -248,10 +248,12 @@ def test_an_unrewarded_sample_is_refused(trainer, batch_of, with_trajectories):
 
 def test_shuffled_rewards_are_a_permutation_that_depends_on_the_step(config, batch_of):
     batch = batch_of(groups=8, seed=8)
-    plain, shuffled = rewards_of(batch, False, 0), rewards_of(batch, True, 0)
+    plain = rewards_of(batch, config)
+    config.algorithm.shuffle_rewards = True
+    shuffled = rewards_of(batch, config)
     assert sorted(plain) == sorted(shuffled) and list(plain) != list(shuffled)
-    np.testing.assert_array_equal(shuffled, rewards_of(batch, True, 0))
-    assert list(shuffled) != list(rewards_of(dataclasses.replace(batch, step=1), True, 0))
+    np.testing.assert_array_equal(shuffled, rewards_of(batch, config))
+    assert list(shuffled) != list(rewards_of(dataclasses.replace(batch, step=1), config))
 
 
 def test_batch_metrics_by_hand(batch_of, with_trajectories):
@@ -273,14 +275,6 @@ def test_batch_metrics_by_hand(batch_of, with_trajectories):
     assert metrics["truncated_ratio"] == 0.5 and metrics["reward/correct"] == metrics["reward/mean"]
     unknown = batch_metrics(with_trajectories(batch, lambda t: dataclasses.replace(t, versions=t.versions * 0 - 1)))
     assert unknown["staleness/coverage"] == 0 and unknown["staleness/mean"] is None
-
-
-def test_learning_rates(config):
-    t = config.trainer
-    t.learning_rate, t.warmup_steps, t.steps, t.schedule = 1.0, 4, 104, "constant"
-    assert [learning_rate(t, s) for s in (0, 3, 50, 200)] == [0.25, 1.0, 1.0, 1.0]
-    t.schedule = "cosine"
-    assert learning_rate(t, 54) == pytest.approx(0.5) and learning_rate(t, 104) == pytest.approx(0.0)
 
 
 def test_leaving_out_samples_without_gradient_changes_no_update(model, params, config, mesh_of, batch_of, with_trajectories):
