@@ -102,6 +102,8 @@ def checked_turns(messages: Any, name: str) -> tuple[list[Turn], list[int]]:
         if not isinstance(message, Mapping):
             raise Refused(f"{where}: a message must be an object with 'role' and 'content'; got {type(message).__name__}; mend the row")
         turn = {key: value for key, value in message.items() if value is not None and key != "weight"}
+        if turn.get("tool_calls"):
+            turn.setdefault("content", "")  # OpenAI's null, which templates take for a missing text
         _check_turn(turn, where)
         weight = message.get("weight")
         if weight is not None and weight not in (0, 1):
@@ -116,8 +118,6 @@ def _check_turn(turn: Turn, where: str) -> None:
     role, content = turn.get("role"), turn.get("content")
     if role not in ROLES:
         raise Refused(f"{where}: 'role' must be one of {', '.join(ROLES)}; got {role!r}; rename it")
-    if content is None and turn.get("tool_calls"):
-        return
     if not isinstance(content, str):
         raise Refused(f"{where}: 'content' must be a text; got {type(content).__name__}; write the text itself there")
     if role == "assistant" and not content.strip() and not turn.get("tool_calls"):
