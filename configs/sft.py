@@ -5,7 +5,7 @@
   python launch/sft.py --config=configs/sft.py:dpo --config.model.path=DIRECTORY --config.sft.data=preferences.jsonl
 
 Learning rates to start from: 1e-5 for a whole policy, 1e-6 with DPO, ten times as much for adapters. A step learns 16 rows of 2048 positions, four at a
-time. The rate rises over 10 steps and falls linearly to 0. A twentieth of the rows is held out, unless sft.eval_data names others.
+time. The rate rises over 10 steps and falls linearly to a tenth. A twentieth of the rows is held out, unless sft.eval_data names others.
 """
 
 from ml_collections import ConfigDict
@@ -22,7 +22,7 @@ def get_config(variant: str = "") -> ConfigDict:
     config.cluster.host_devices = 1
     config.trainer.update(remat="dots", micro_batch_rows=0)
     config.sft.update(rows=16, micro_batch_rows=4, row_tokens=2048)
-    config.sft.update(learning_rate=1e-5, warmup_steps=10, decay_start=0.0, final_fraction=0.0, adam_b2=0.95, weight_decay=0.0)
+    config.sft.update(learning_rate=1e-5, warmup_steps=10, decay_start=0.0, final_fraction=0.1, adam_b2=0.95, weight_decay=0.0)
     config.sft.update(eval_fraction=0.05, eval_every=50, checkpoint_every=100)
     if variant.startswith("dpo"):
         config.sft.update(objective="dpo", learning_rate=1e-6)

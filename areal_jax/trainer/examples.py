@@ -104,7 +104,8 @@ class Corpus:
           slots: P, places for pairs in a row; 0 for single sequences. ``reference`` is 0 until it is set.
         """
         shape = (count, self.capacity)
-        made = ExampleRows(*(np.zeros(shape, np.int32) for _ in range(4)), np.zeros(shape, np.float32))
+        tokens, positions, segment_ids, targets = (np.zeros(shape, np.int32) for _ in range(4))
+        made = ExampleRows(tokens, positions, segment_ids, targets, np.zeros(shape, np.float32))
         if self.paired:
             made = dataclasses.replace(made, pairs=np.zeros((count, slots), np.float32), reference=np.zeros((count, slots, 2), np.float32))
         for row, place in enumerate(indices):

@@ -206,7 +206,7 @@ class SupervisedTrainer(StateHolder):
           ``skipped`` (1: gradient not finite) and ``in_a_row`` (so many skipped up to here). Reading one waits for the step; leave them unread to run ahead.
         """
         _check_reference(self.corpus)
-        host = self.corpus.rows(self.order[self.version], self._pieces * self._micro, self._slots)
+        host = self.corpus.rows(np.asarray(self.order[self.version]), self._pieces * self._micro, self._slots)
         rows = self._placed(jax.tree.map(lambda leaf: leaf.reshape(self._pieces, self._micro, *leaf.shape[1:]), host), 1)
         rate = jax.device_put(np.float32(learning_rate(self.section, self.version)), self.placement.scalar)
         self.state, metrics = self._train(self.state, self.frozen, rows, rate)

@@ -62,10 +62,10 @@ def test_killed_run_ends_like_the_whole(whole, files, cache, tmp_path):
 
 def test_preferences_with_adapters_of_the_tuned_policy(whole, files, cache, tmp_path):
     base = whole[0] / "policy"
-    settings = (f"model.path={base}", "model.lora_rank=4", f"sft.data={files / 'pairs.jsonl'}", "sft.objective=dpo", "sft.epochs=3", "sft.learning_rate=0.01")
-    run("sft", tmp_path / "run", cache, *settings, "sft.rows=4", "sft.warmup_steps=0", "sft.eval_fraction=0.2")
+    settings = (f"model.path={base}", "model.lora_rank=4", f"sft.data={files / 'pairs.jsonl'}", "sft.objective=dpo", "sft.epochs=3", "sft.steps=None")
+    run("sft", tmp_path / "run", cache, *settings, "sft.learning_rate=0.01", "sft.warmup_steps=0", "sft.eval_fraction=0.2")
     evals, metrics = rows(tmp_path / "run" / "eval.jsonl"), rows(tmp_path / "run" / "metrics.jsonl")
-    assert evals[0]["eval/loss"] == pytest.approx(np.log(2), abs=1e-4) and evals[-1]["eval/loss"] < 0.5 and evals[-1]["eval/margin"] > 0
+    assert evals[0]["eval/loss"] == pytest.approx(np.log(2), abs=1e-4) and evals[-1]["eval/loss"] < 0.65 and evals[-1]["eval/margin"] > 0
     assert metrics[-1]["epoch"] == 3 and metrics[-1]["preference/correct"] >= 0.5
     before, after = (load_policy(folder)[1]["layers"]["layer_0"] for folder in (base, tmp_path / "run" / "policy"))
     assert np.abs(np.asarray(after["mlp"]["up"]["kernel"]) - np.asarray(before["mlp"]["up"]["kernel"])).max() > 1e-4
