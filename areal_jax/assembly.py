@@ -22,11 +22,13 @@ from areal_jax.config import Config, ConfigError, put
 from areal_jax.config_devices import check_heads, check_pages
 from areal_jax.controller.evaluation import Evaluator
 from areal_jax.data.task import Task, load_task, settle_lengths
+from areal_jax.data.tuning import TuningData, load_tuning
 from areal_jax.models.adapters import add
 from areal_jax.models.architecture import ModelConfig, adapted, new_model
 from areal_jax.models.checkpoint import check_vocabulary, load_policy
 from areal_jax.models.config_json import read_model
 from areal_jax.models.export import export_policy
+from areal_jax.models.forward import forward_settings
 from areal_jax.models.policy import init_params, param_shapes
 from areal_jax.models.sharding import named_shardings, param_specs
 from areal_jax.models.tokenizer import Tokenizer, embedded_tokenizer, load_tokenizer
@@ -37,6 +39,9 @@ from areal_jax.sampler.replicas import Replicas, part_of, replica_meshes
 from areal_jax.sampler.settings import engine_settings
 from areal_jax.serving.requests import MOST_LOGPROBS, Limits
 from areal_jax.serving.service import Service
+from areal_jax.trainer.examples import Corpus, row_order
+from areal_jax.trainer.preference import DirectPreference, PreferenceTrainer
+from areal_jax.trainer.supervised import SupervisedTrainer
 from areal_jax.types import Sampling, WeightUpdate
 from areal_jax.weights.adapters import AdapterPusher
 from areal_jax.weights.push import WeightPusher
@@ -61,6 +66,32 @@ def load_problems(config: Config) -> tuple[Tokenizer, Task, Config]:
         check_positions(config, model, longest)
     put(settled, "trainer.micro_batch_tokens", capacity)
     return tokenizer, task, settled
+
+
+def load_examples(config: Config) -> tuple[Tokenizer, TuningData]:
+    """Tokenizer and examples of a fine-tuning run. Touches no device and reads no weight.
+
+    Raises:
+      ConfigError: the policy's small files or the rows are broken, or do not fit the configuration or one another.
+    """
+    model, tokenizer = _small_files(config)
+    return tokenizer, load_tuning(config, tokenizer, model.max_positions if model is not None else 0)
+
+
+def make_tuner(config: Config, model: ModelConfig, mesh: Mesh, params: Any, data: TuningData) -> tuple[Config, SupervisedTrainer]:
+    """The configuration with its number of steps, and the trainer of ``sft.objective``, compiled."""
+    corpus = Corpus(data.train, data.capacity)
+    heldout = Corpus(data.heldout, data.capacity) if data.heldout else None
+    settled = config.copy_and_resolve_references()
+    section, epochs = settled.sft, config.sft.epochs
+    if epochs:
+        put(settled, "sft.steps", len(row_order(len(corpus.bins), section.rows, config.seed, epochs)))
+    forward = forward_settings(config, model, mesh)
+    parts = (section, model, mesh, params, corpus, config.seed, forward, config.model.param_dtype)
+    if section.objective == "dpo":
+        objective = DirectPreference(section.beta, section.label_smoothing)
+        return settled, PreferenceTrainer(*parts, objective=objective, epochs=epochs, heldout=heldout)
+    return settled, SupervisedTrainer(*parts, epochs=epochs, heldout=heldout)
 
 
 def _small_files(config: Config) -> tuple[ModelConfig | None, Tokenizer]:

@@ -25,6 +25,7 @@ from ml_collections import ConfigDict
 from areal_jax.config_algorithm import algorithm_rules
 from areal_jax.config_fields import FIELDS, LORA_TARGETS, Field
 from areal_jax.config_presence import presence_rules
+from areal_jax.config_sft import sft_rules
 
 WARMUP_STEPS = 1600
 """Of a new policy, when the configuration does not say."""
@@ -247,8 +248,11 @@ def validate(config: Config, *, planned: bool = False) -> Config:
     if config.task.path and config.task.name != "jsonl":
         put(config, "task.name", "jsonl")
     if config.sft.steps is None:
-        put(config, "sft.steps", 0 if config.model.path else WARMUP_STEPS)
-    for broken, message in itertools.chain(_rules(config), algorithm_rules(config), () if planned else presence_rules(config)):
+        if config.sft.data and config.sft.epochs is None:
+            put(config, "sft.epochs", 1)
+        put(config, "sft.steps", 0 if config.model.path or config.sft.data else WARMUP_STEPS)
+    rules = itertools.chain(_rules(config), algorithm_rules(config), sft_rules(config), () if planned else presence_rules(config))
+    for broken, message in rules:
         if broken:
             raise ConfigError(message)
     return config

@@ -29,6 +29,9 @@ def presence_rules(c: Any) -> Iterator[tuple[bool, str]]:
         path = c.task[key]
         yield bool(path) and not os.path.isfile(path), f"'task.{key}' must be a readable file; '{path}' is not there"
     yield bool(c.sft.path) and not os.path.isdir(c.sft.path), f"'sft.path' must be the warmup directory of another run; '{c.sft.path}' is not there"
+    for key in ("data", "eval_data"):
+        path = c.sft[key]
+        yield bool(path) and not os.path.exists(path), f"'sft.{key}' must be a .jsonl or .parquet file, or a directory of them; '{path}' is not there"
     found = "is a file; name its directory" if os.path.isfile(m.path) else "is not there"
     remedy = (
         f"; download {m.repository} into it (hf download {m.repository} --local-dir {m.path}), or name a copy of it"

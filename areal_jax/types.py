@@ -185,6 +185,43 @@ class TrainingBatch:
 
 
 @dataclasses.dataclass(frozen=True)
+class TrainingSequence:
+    """Text to be learnt, as tokens.
+
+    Attributes:
+      tokens: int32 [n], n at least 2.
+      trained: bool [n], the tokens whose log-prob is learnt; the first is never one.
+    """
+
+    tokens: np.ndarray
+    trained: np.ndarray
+
+    @property
+    def positions(self) -> int:
+        """Positions that the sequence takes in a packed row: its last token is only ever a target."""
+        return self.tokens.shape[0] - 1
+
+
+@dataclasses.dataclass(frozen=True)
+class Example:
+    """What is learnt together and never divided.
+
+    Attributes:
+      sequences: one; or of a preference pair the chosen one and the rejected one.
+      source: file and line, for people.
+      context: the normalised text before what is learnt; examples of one context are on one side of a held-out split.
+    """
+
+    sequences: tuple[TrainingSequence, ...]
+    source: str = ""
+    context: str = ""
+
+    @property
+    def positions(self) -> int:
+        return sum(sequence.positions for sequence in self.sequences)
+
+
+@dataclasses.dataclass(frozen=True)
 class WeightUpdate:
     """Parameters on the sampler's mesh, ready on its devices, with the version that names them."""
 

@@ -64,7 +64,8 @@ def _take(workdir: pathlib.Path) -> None:
 
 MAY_CHANGE = (
     *("telemetry.", "checkpoint.", "eval.", "serve.", "cluster.", "reward.", "trainer.steps", "rollout.wait_timeout_s", "model.repository"),
-    *("model.attention", "model.scan_layers", "trainer.remat", "trainer.logprob_chunk"),  # how it is computed, not what
+    *("sft.eval_every", "sft.checkpoint_every"),
+    *("model.attention", "model.scan_layers", "trainer.remat", "trainer.logprob_chunk", "sft.micro_batch_rows"),  # how it is computed, not what
 )
 """Keys that a resumed run may set anew."""
 AUTOMATIC = ("trainer.micro_batch_tokens", "sft.row_tokens", "sft.steps")

@@ -9,12 +9,14 @@ Keys are listed in areal_jax/config_fields.py. The same command with the same --
 
 import time
 
-from areal_jax.config import load, run_main
+from areal_jax.config import ConfigError, load, run_main
 from areal_jax.workdir import open_workdir, save_config
 
 
 def main(argv: list[str]) -> int:
     config, workdir, _ = load(argv)
+    if config.sft.data:
+        raise ConfigError(f"'sft.data' = '{config.sft.data}' is for launch/sft.py; fine-tune there, and name its policy directory as 'model.path' here")
     open_workdir(workdir, config)
 
     from areal_jax.assembly import load_problems, make_policy, start_devices

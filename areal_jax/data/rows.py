@@ -77,7 +77,7 @@ def read_rows(path: str | os.PathLike[str], question_key: str = "", answer_key: 
         content = file.read_bytes()
     except OSError as error:
         raise RowsError(f"the rows must be in a readable file; '{file}': {error.strerror}") from error
-    _refuse_other_formats(file, content)
+    refuse_other_formats(file, content)
     problems: list[Problem] = []
     bad: list[BadRow] = []
     for number, raw in enumerate(content.removeprefix(b"\xef\xbb\xbf").split(b"\n"), 1):
@@ -134,7 +134,8 @@ def normalise(question: str) -> str:
     return " ".join(unicodedata.normalize("NFKC", question).casefold().split())
 
 
-def _refuse_other_formats(file: pathlib.Path, content: bytes) -> None:
+def refuse_other_formats(file: pathlib.Path, content: bytes) -> None:
+    """Raises ``RowsError`` for a file whose beginning shows that it is no JSONL text."""
     if content.startswith(b"\x1f\x8b"):
         raise RowsError(f"'{file}' must be JSONL text, but it is gzip data; gunzip it first")
     if content.startswith(b"version https://git-lfs.github.com/"):

@@ -199,6 +199,47 @@ WARMUP: dict[str, Metric] = {
     "metrics/nonfinite": _count("values", "values of this row that were NaN or infinite and stand as null"),
 }
 
+_TUNING = {
+    **_IDENTITY,
+    "epoch": _measure("epochs", "passes over the data so far"),
+    "learning_rate": _measure("", "of the update"),
+    "grad_norm": _measure("", "global norm before clipping"),
+    "update/skipped_nonfinite": _count("updates", "left out because their gradient was not finite"),
+    "tokens_per_second/trained": _measure("tokens/s", "learnt tokens ÷ time of the step"),
+    "time/step": _measure("s", "wall time of the step"),
+    "metrics/nonfinite": _count("values", "values of this row that were NaN or infinite and stand as null"),
+}
+_PREFERENCE = {
+    **_measures("nats", loss="−log σ(margin) a pair, labels smoothed", margin="β·Δ log-ratio to the reference, chosen − rejected"),
+    "correct": _measure("fraction", "pairs with a margin above 0"),
+    **_measures("nats", chosen_reward="β·log-ratio of the chosen answer", rejected_reward="β·log-ratio of the rejected answer"),
+    **_measures("nats", chosen_logprob="log-prob of the chosen answer, summed over its tokens", rejected_logprob="of the rejected one"),
+}
+
+TUNING: dict[str, dict[str, Metric]] = {
+    "sft": {**_TUNING, "loss/supervised": _measure("nats", "cross-entropy a learnt token")},
+    "dpo": {**_TUNING, **_under("preference", _PREFERENCE)},
+}
+"""Rows of metrics.jsonl of a fine-tuning run, by its objective."""
+
+_TUNING_EVALUATION = {
+    **_IDENTITY,
+    "eval/n": _count("examples", "held-out rows, or pairs"),
+    "eval/tokens": _count("tokens", "held-out tokens that are learnt"),
+    "eval/time_s": _measure("s", "wall time of the evaluation"),
+    "metrics/nonfinite": _count("values", "values of this row that were NaN or infinite and stand as null"),
+}
+
+TUNING_EVALUATION: dict[str, dict[str, Metric]] = {
+    "sft": {
+        **_TUNING_EVALUATION,
+        "eval/loss": _measure("nats", "cross-entropy a token, over all held-out tokens, each once"),
+        "eval/perplexity": _measure("", "exp of it"),
+    },
+    "dpo": {**_TUNING_EVALUATION, **_under("eval", _PREFERENCE)},
+}
+"""Rows of eval.jsonl of a fine-tuning run, by its objective."""
+
 FAMILIES: dict[str, Metric] = {
     "reward/": _measure("", "mean of one component of the reward"),
     "drop/": _count("groups", "dropped for this reason"),
