@@ -32,7 +32,7 @@ DEFAULTS = {
     "steps": "",
     "learning-rate": "",
     "minibatches": "",
-    "train-ticks": "40",
+    "train-ticks": "24",
     "workers": "",
     "jobs": "",
     "out": "runs/staleness",

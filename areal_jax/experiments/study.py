@@ -52,7 +52,7 @@ def study_config() -> Config:
     config.sft.update(steps=900, rows=16, row_tokens=96)
     config.rollout.update(group_size=8, max_new_tokens=64, slots=256, steps_per_dispatch=8)
     config.trainer.update(steps=120, groups_per_step=16, minibatches=2, micro_batch_rows=8, schedule="constant", warmup_steps=5)
-    config.eval.update(every_steps=10, problems=400, samples=2, periodic_problems=200)
+    config.eval.update(every_steps=10, problems=320, samples=2, periodic_problems=200)
     config.cluster.host_devices = 1
     return config
 
