@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from areal_jax.assembly import EVALUATION_SEED, check_positions, make_engines, make_policy, make_pusher, make_sampler, start_devices
+from areal_jax.assembly import EVALUATION_SEED, check_positions, evaluation_engines, make_engines, make_policy, make_pusher, make_sampler, start_devices
 from areal_jax.config import Config, put
 from areal_jax.config_devices import check_pages
 from areal_jax.controller.controller import Controller
@@ -25,6 +25,7 @@ from areal_jax.experiments.task import load_study_task
 from areal_jax.experiments.virtual_time import TrainedStep, VirtualClock, VirtualRun, ages
 from areal_jax.models.tokenizer import load_tokenizer
 from areal_jax.rewards.worker import load as load_verifier
+from areal_jax.sampler.driver import RolloutDriver
 from areal_jax.trainer.step import NonFiniteError
 from areal_jax.trainer.trainer import Trainer
 from areal_jax.types import WeightUpdate
@@ -84,20 +85,21 @@ class CellRun:
             slots=config.rollout.slots,
             train_ticks=train_ticks,
         )
-        sampler = make_sampler(
-            config,
-            engines,
+        sampler = RolloutDriver(
+            engines[0],
             self._weights(),
             seed=config.seed,
             interruptible=config.rollout.interruptible,
+            kv_on_update=config.rollout.kv_on_update,
             on_progress=self.run.on_progress,
             on_weights=self.run.on_weights,
         )
         sampler.warm_up()
         self.run.attach(sampler)
+        others = evaluation_engines(config, engines, lambda temperature: make_engines(config, model, meshes, tokenizer, longest, temperature=temperature))
         rewards = DirectRewards(verify)
         self._evaluator = Evaluator(
-            lambda update, on_progress: make_sampler(config, engines, update, seed=(config.seed + EVALUATION_SEED) % 2**32, on_progress=on_progress),
+            lambda update, on_progress: make_sampler(config, others, update, seed=(config.seed + EVALUATION_SEED) % 2**32, on_progress=on_progress),
             task.heldout,
             tokenizer.decode,
             rewards,

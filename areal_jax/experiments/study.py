@@ -49,7 +49,7 @@ def study_config() -> Config:
     config = base_config()
     config.model.update(layers=2, hidden_size=64, heads=4, kv_heads=2, head_dim=16, mlp_size=192)
     config.task.train_problems = 4000
-    config.sft.update(steps=900, rows=16, row_tokens=96)
+    config.sft.update(steps=900, rows=16, row_tokens=96, checkpoint_every=300)
     config.rollout.update(group_size=8, max_new_tokens=64, slots=256, steps_per_dispatch=8)
     config.trainer.update(steps=120, groups_per_step=16, minibatches=2, micro_batch_rows=8, schedule="constant", warmup_steps=5)
     config.eval.update(every_steps=10, problems=320, samples=2, periodic_problems=200)
