@@ -32,7 +32,7 @@ DEFAULTS = {
     "steps": "",
     "learning-rate": "",
     "minibatches": "",
-    "train-ticks": "24",
+    "train-ticks": "32",
     "workers": "",
     "jobs": "",
     "out": "runs/staleness",
@@ -59,7 +59,7 @@ def main(argv: list[str]) -> int:
     warmups = pathlib.Path(values["warmups"] or out / "warmups")
     jobs = make_jobs(base, cells, overrides, ticks, out, warmups)
     open_workdir(out, validate(base.copy_and_resolve_references()))
-    for directory in ("cells", "logs", "compiled"):
+    for directory in ("cells", "logs"):
         (out / directory).mkdir(exist_ok=True)
     warmups.mkdir(parents=True, exist_ok=True)
     common = settings(base, ticks)
@@ -115,7 +115,7 @@ def make_jobs(
     Raises:
       ConfigError: a cell or a warm-up must not run with these settings, or the warm-up that is there was made with others.
     """
-    common = {"overrides": [list(pair) for pair in overrides], "compiled": str((out / "compiled").absolute())}
+    common = {"overrides": [list(pair) for pair in overrides], "compiled": str((warmups / "compiled").absolute())}
     jobs: list[Job] = []
     for cell in cells:
         directory = (warmups / f"seed-{cell.seed}").absolute()
@@ -123,7 +123,7 @@ def make_jobs(
         if all(job.result != policy for job in jobs):
             check_warmup(directory, warmup_config(base, cell.seed))
             jobs.append(Job(f"warm-up-seed{cell.seed}", policy, None, {**common, "kind": "warm-up", "seed": cell.seed, "directory": str(directory)}))
-        cell_config(base, cell, policy, out / "compiled", planned=True)
+        cell_config(base, cell, policy, warmups / "compiled", planned=True)
         file = (out / "cells" / f"{cell.name}.json").absolute()
         told = {"kind": "cell", "cell": {"loss": cell.loss, "eta": cell.eta, "seed": cell.seed}, "policy": str(policy), "result": str(file)}
         jobs.append(Job(cell.name, file, policy, {**common, **told, "train_ticks": train_ticks}))

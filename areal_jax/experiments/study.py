@@ -20,7 +20,12 @@ FORMAT = 1
 
 GRID = {"algorithm.loss": "losses", "rollout.max_staleness": "etas", "seed": "seeds"}
 """Keys in which cells differ, and the flags that say their values."""
-PLACED = {"model.path": "the warm-up", "sft.path": "the warm-up", "cluster.host_devices": "one device a cell", "cluster.compilation_cache": "'--out'"}
+PLACED = {
+    "model.path": "the warm-up",
+    "sft.path": "the warm-up",
+    "cluster.host_devices": "one device a cell",
+    "cluster.compilation_cache": "beside the warm-ups",
+}
 """Keys that the study sets by itself, and to what."""
 SHORT = {"steps": "trainer.steps", "learning-rate": "trainer.learning_rate", "minibatches": "trainer.minibatches"}
 """Flags that stand for a key."""
@@ -49,9 +54,9 @@ def study_config() -> Config:
     config = base_config()
     config.model.update(layers=2, hidden_size=64, heads=4, kv_heads=2, head_dim=16, mlp_size=192)
     config.task.train_problems = 4000
-    config.sft.update(steps=900, rows=16, row_tokens=96, checkpoint_every=300)
+    config.sft.update(steps=2000, rows=16, row_tokens=96, checkpoint_every=300)
     config.rollout.update(group_size=8, max_new_tokens=64, slots=256, steps_per_dispatch=8)
-    config.trainer.update(steps=120, groups_per_step=16, minibatches=2, micro_batch_rows=8, schedule="constant", warmup_steps=5)
+    config.trainer.update(steps=150, groups_per_step=32, minibatches=2, micro_batch_rows=8, schedule="constant", warmup_steps=5)
     config.eval.update(every_steps=10, problems=320, samples=2, periodic_problems=200)
     config.cluster.host_devices = 1
     return config

@@ -31,28 +31,28 @@ COLUMNS: dict[str, Callable[[CellResult], float | None]] = {
     "late": lambda r: r.late,
     "overall": lambda r: r.overall,
     "reward": lambda r: r.steps_mean("reward/mean", late=True),
-    "staleness": lambda r: r.steps_mean("staleness/mean"),
-    "late staleness": lambda r: r.steps_mean("staleness/mean", late=True),
+    "stale": lambda r: r.steps_mean("staleness/mean"),
+    "stale late": lambda r: r.steps_mean("staleness/mean", late=True),
     "oldest": lambda r: r.steps_max("staleness/max"),
-    "versions": lambda r: r.steps_max("trajectory_spans/max"),
+    "spans": lambda r: r.steps_max("trajectory_spans/max"),
     "clipped": _clipped,
     "ESS": lambda r: r.steps_mean("importance_weight/ess"),
-    "weight max": lambda r: r.steps_max("importance_weight/max"),
+    "w max": lambda r: r.steps_max("importance_weight/max"),
     "entropy": lambda r: r.steps_mean("entropy", late=True),
 }
 """Name → value of a cell. Those of ``WITH_INTERVAL`` are shown with one; of ``GREATEST`` the greatest over seeds is shown, of others the mean."""
 WITH_INTERVAL = ("final", "late", "overall")
-GREATEST = ("oldest", "versions", "weight max")
+GREATEST = ("oldest", "spans", "w max")
 
 LEGEND = (
     "held-out accuracy: before (the warm-up), final (last weights), late (mean of the evaluations in the last quarter), overall (mean of all after the first); "
-    "reward, entropy: training batches of the second half; staleness: of trained tokens, over all steps and over the second half; oldest: greatest age of a "
-    "trained token; versions: most in one trajectory; clipped: share of trained tokens; ESS, weight max: of π_prox/π_behav"
+    "n: seeds; reward, entropy: training batches of the second half; stale: mean age of trained tokens, over all steps and over the second half; oldest: "
+    "greatest age; spans: most versions in one trajectory; clipped: share of trained tokens; ESS, w max: of π_prox/π_behav"
 )
 
 
 def lines(results: Mapping[Cell, CellResult]) -> list[dict[str, Any]]:
-    """A dict for each loss and η: loss, eta, seeds, diverged, and each of ``COLUMNS`` as an Interval, a number or None."""
+    """A dict for each loss and η: loss, η, n (seeds), NaN (of them diverged), and each of ``COLUMNS`` as an Interval, a number or None."""
     losses, etas = axes(results)
     found = []
     for loss in losses:
@@ -60,7 +60,7 @@ def lines(results: Mapping[Cell, CellResult]) -> list[dict[str, Any]]:
             cells = list(by_seed(results, loss, eta).values())
             if not cells:
                 continue
-            line: dict[str, Any] = {"loss": loss, "η": eta, "seeds": len(cells), "diverged": sum(r.found["diverged"] is not None for r in cells)}
+            line: dict[str, Any] = {"loss": loss, "η": eta, "n": len(cells), "NaN": sum(r.found["diverged"] is not None for r in cells)}
             for name, measure in COLUMNS.items():
                 values = [value for result in cells if (value := measure(result)) is not None]
                 if not values:
@@ -78,7 +78,7 @@ def as_text(value: Any) -> str:
     if value is None:
         return "-"
     if isinstance(value, float):
-        return f"{value:.0f}" if value == int(value) and abs(value) < 1000 else f"{value:.3g}" if abs(value) >= 10 or abs(value) < 0.01 else f"{value:.3f}"
+        return f"{value:.0f}" if value == int(value) else f"{value:.1f}" if abs(value) >= 10 else f"{value:.3f}" if abs(value) >= 0.01 else f"{value:.1g}"
     return str(value)
 
 
@@ -111,7 +111,7 @@ def show(found: Sequence[Mapping[str, Any]], console: Console | None = None) -> 
     """Prints the table."""
     table = Table(title="held-out accuracy by loss and η", title_justify="left", caption=LEGEND, caption_justify="left")
     for name in found[0]:
-        table.add_column(name, justify="left" if name == "loss" else "right")
+        table.add_column(name, justify="left" if name == "loss" else "right", no_wrap=True)
     before = None
     for line in found:
         if before not in (None, line["loss"]):

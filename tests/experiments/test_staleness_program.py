@@ -16,10 +16,18 @@ LIMIT_S = 150.0
 TINY = (
     *("model.layers=1", "model.hidden_size=32", "model.heads=2", "model.kv_heads=1", "model.head_dim=16", "model.mlp_size=64"),
     *("task.train_problems=400", "sft.steps=12", "sft.rows=4", "sft.checkpoint_every=6"),
-    *("rollout.group_size=2", "rollout.max_new_tokens=40", "rollout.slots=8", "rollout.steps_per_dispatch=4", "rollout.prefill_chunk=64"),
-    *("trainer.groups_per_step=4", "trainer.micro_batch_rows=2", "eval.every_steps=3", "eval.problems=8", "eval.periodic_problems=4", "eval.samples=1"),
+    *("rollout.group_size=2", "rollout.max_new_tokens=40", "rollout.slots=4", "rollout.steps_per_dispatch=4", "rollout.prefill_chunk=64"),
+    *(
+        "trainer.groups_per_step=2",
+        "trainer.minibatches=1",
+        "trainer.micro_batch_rows=1",
+        "eval.every_steps=3",
+        "eval.problems=8",
+        "eval.periodic_problems=4",
+        "eval.samples=1",
+    ),
 )
-GRID = ("--etas=0,2", "--losses=decoupled_ppo", "--seeds=1", "--workers=1", "--steps=6", "--train-ticks=20")
+GRID = ("--etas=0,2", "--losses=decoupled_ppo", "--seeds=1", "--workers=1", "--steps=6", "--train-ticks=100")
 
 
 def command(out, *more):
@@ -99,7 +107,7 @@ def test_other_settings_are_refused(study):
         (("--losses=pop",), "got 'pop'"),
         (("--workers=4000",), "cores that this process may use"),
         (("--config.rollout.slots",), "needs a value"),
-        (("--minibatches=3",), "multiple of 'trainer.minibatches'"),
+        (("--minibatches=4",), "multiple of 'trainer.minibatches'"),
     ],
     ids=lambda value: value[0] if isinstance(value, tuple) else "",
 )

@@ -23,9 +23,9 @@ def study():
 
 def test_lines_hold_means_intervals_and_extremes(study):
     found = lines(study)
-    assert [(line["loss"], line["η"], line["seeds"]) for line in found] == [("decoupled_ppo", 0, 2), ("decoupled_ppo", 4, 2), ("ppo", 4, 1)]
+    assert [(line["loss"], line["η"], line["n"]) for line in found] == [("decoupled_ppo", 0, 2), ("decoupled_ppo", 4, 2), ("ppo", 4, 1)]
     assert found[1]["final"].mean == pytest.approx(0.8) and found[1]["final"].half == pytest.approx(12.7062 * 0.1, rel=1e-4)
-    assert found[1]["staleness"] == 4.0 and found[1]["clipped"] == 8.0 and found[2]["final"].half is None
+    assert found[1]["stale"] == 4.0 and found[1]["clipped"] == 8.0 and found[2]["final"].half is None
 
 
 def test_csv_and_markdown_hold_the_lines(study):
@@ -33,7 +33,7 @@ def test_csv_and_markdown_hold_the_lines(study):
     rows = list(csv.DictReader(io.StringIO(as_csv(found))))
     assert [float(row["late"]) for row in rows] == pytest.approx([0.85, 0.8, 0.2]) and rows[2]["late ±"] == ""
     text = markdown(found).splitlines()
-    assert text[0].startswith("| loss | η | seeds |") and len(text) == 5 and "0.800 ± 1.271" in text[3] and "| 0.200 |" in text[4]
+    assert text[0].startswith("| loss | η | n |") and len(text) == 5 and "0.800 ± 1.271" in text[3] and "| 0.200 |" in text[4]
 
 
 def test_the_text_plot_puts_marks_at_their_heights(study):
