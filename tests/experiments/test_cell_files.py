@@ -6,6 +6,7 @@ import pytest
 from scripted_sampler import result
 
 from areal_jax.config import ConfigError
+from areal_jax.config_fields import FIELDS
 from areal_jax.experiments.results import load_cells, save_cell
 from areal_jax.experiments.study import Cell, cell_config, difference, overridden, settings, study_config, warmup_config
 
@@ -71,3 +72,10 @@ def test_warm_ups_of_other_learning_rates_are_shared():
 def test_keys_that_may_not_be_set_are_refused(key, words):
     with pytest.raises(ConfigError, match=words):
         overridden(study_config(), [(key, "1")])
+
+
+@pytest.mark.parametrize("loss", FIELDS["algorithm"]["loss"].choices)
+@pytest.mark.parametrize("eta", [0, 16])
+def test_every_loss_may_be_a_cell_under_every_bound(tmp_path, loss, eta):
+    config = cell_config(study_config(), Cell(loss, eta, 0), tmp_path, tmp_path, planned=False)
+    assert config.algorithm.loss == loss
