@@ -16,7 +16,7 @@ LIMIT_S = 150.0
 TINY = (
     *("model.layers=1", "model.hidden_size=32", "model.heads=2", "model.kv_heads=1", "model.head_dim=16", "model.mlp_size=64"),
     *("task.train_problems=400", "sft.steps=12", "sft.rows=4", "sft.checkpoint_every=6"),
-    *("rollout.group_size=2", "rollout.max_new_tokens=40", "rollout.slots=4", "rollout.steps_per_dispatch=4", "rollout.prefill_chunk=64"),
+    *("rollout.group_size=2", "rollout.max_new_tokens=40", "rollout.slots=8", "rollout.steps_per_dispatch=4", "rollout.prefill_chunk=64"),
     *(
         "trainer.groups_per_step=2",
         "trainer.minibatches=1",
@@ -27,7 +27,7 @@ TINY = (
         "eval.samples=1",
     ),
 )
-GRID = ("--etas=0,2", "--losses=decoupled_ppo", "--seeds=1", "--workers=1", "--steps=6", "--train-ticks=100")
+GRID = ("--etas=0,2", "--losses=decoupled_ppo", "--seeds=1", "--workers=1", "--steps=6", "--train-ticks=30")
 
 
 def command(out, *more):
