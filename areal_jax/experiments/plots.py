@@ -61,7 +61,7 @@ def text_plot(results: Mapping[Cell, CellResult], measure: Measure, title: str) 
 
 def draw_accuracy(results: Mapping[Cell, CellResult], measures: Mapping[str, Measure], file: pathlib.Path) -> None:
     """Accuracy against η with error bars, a panel for each measure, a line for each loss."""
-    figure, panels, pyplot = _figure(len(measures), share=True)
+    figure, panels, pyplot = _figure(len(measures))
     losses, etas = axes(results)
     for panel, (title, measure) in zip(panels, measures.items(), strict=True):
         for k, loss in enumerate(losses):
@@ -79,7 +79,7 @@ def draw_accuracy(results: Mapping[Cell, CellResult], measures: Mapping[str, Mea
 def draw_curves(results: Mapping[Cell, CellResult], file: pathlib.Path) -> None:
     """Held-out accuracy against the step, a panel for each loss, a line and a band for each η."""
     losses, etas = axes(results)
-    figure, panels, pyplot = _figure(len(losses), share=True)
+    figure, panels, pyplot = _figure(len(losses))
     for panel, loss in zip(panels, losses, strict=True):
         for k, eta in enumerate(etas):
             cells = list(by_seed(results, loss, eta).values())
@@ -99,13 +99,13 @@ def draw_curves(results: Mapping[Cell, CellResult], file: pathlib.Path) -> None:
     _save(figure, file, pyplot)
 
 
-def _figure(count: int, share: bool) -> tuple[Any, list[Any], Any]:
+def _figure(count: int) -> tuple[Any, list[Any], Any]:
     import matplotlib
 
     matplotlib.use("Agg")
     from matplotlib import pyplot
 
-    figure, panels = pyplot.subplots(1, count, figsize=(5.2 * count, 4.0), sharey=share, squeeze=False)
+    figure, panels = pyplot.subplots(1, count, figsize=(5.2 * count, 4.0), sharey=True, squeeze=False)
     return figure, list(panels[0]), pyplot
 
 

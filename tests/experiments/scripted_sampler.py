@@ -1,7 +1,6 @@
 """A sampler of requests with given lengths, and the other stand-ins around a run in virtual time."""
 
 import collections
-import types
 
 import numpy as np
 
@@ -92,6 +91,3 @@ def result(accuracies, staleness=0.0, diverged=None):
     )
     steps = [{"step": i + 1, "tick": i, **dict.fromkeys(names, staleness)} for i in range(4)]
     return {"evaluations": evaluations, "steps": steps, "staleness_tokens": {"0": 10}, "diverged": diverged}
-
-
-ANSWERS = types.SimpleNamespace(wrong={"correct": 0.0}, right={"correct": 1.0})
