@@ -18,7 +18,8 @@ import jax.numpy as jnp
 
 from areal_jax.models.architecture import ModelConfig
 from areal_jax.models.layers import precision
-from areal_jax.planner.counts import item, kv_bytes_per_token, matrices
+from areal_jax.models.work import matrices
+from areal_jax.planner.counts import item, kv_bytes_per_token
 
 TRIES = 12
 SIZES = {"cpu": (1 << 28, 1536), "gpu": (1 << 32, 8192), "tpu": (1 << 31, 8192)}

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from areal_jax.algorithms.advantages import ADVANTAGES, scale_rewards
-from areal_jax.trainer.packing import PackedBatch, pack
+from areal_jax.trainer.packing import PackedBatch, Packing, pack
 from areal_jax.types import TrainingBatch, Trajectory
 
 
@@ -52,17 +52,18 @@ def advantages_of(batch: TrainingBatch, algorithm: Any, seed: int) -> list[np.nd
     return [row[:length] for row, length in zip(values, lengths, strict=True)]
 
 
-def build_batch(batch: TrainingBatch, config: Any, counts: Sequence[int]) -> PackedBatch:
+def build_batch(batch: TrainingBatch, config: Any, counts: Sequence[int], packing: Packing) -> PackedBatch:
     """The packed batch of a training step.
 
     Args:
       batch: rewarded groups; ``batch.step`` is the trainer's version.
       config: a validated configuration; reads ``algorithm``, ``trainer`` and ``seed``.
       counts: static row counts of micro-batches, largest first.
+      packing: how rows are filled and dealt out to shards.
     """
     advantages = advantages_of(batch, config.algorithm, config.seed)
     skip_zero = config.algorithm.skip_zero_advantage
-    packed = pack(batch, advantages, config.trainer.micro_batch_tokens, counts, config.trainer.minibatches, skip_zero)
+    packed = pack(batch, advantages, config.trainer.micro_batch_tokens, counts, config.trainer.minibatches, skip_zero, packing)
     every = np.concatenate(advantages)
     metrics = {**batch_metrics(batch), **packed.metrics, "advantage/mean": float(every.mean()), "advantage/std": float(every.std())}
     return PackedBatch(packed.step, packed.minibatches, packed.tokens, metrics)

@@ -26,8 +26,10 @@ import numpy as np
 from jax.sharding import Mesh
 
 from areal_jax.models.architecture import ModelConfig
+from areal_jax.models.work import attention_span
+from areal_jax.trainer.allocation import Work
 from areal_jax.trainer.build import build_batch
-from areal_jax.trainer.packing import MicroBatch, PackedBatch, row_counts
+from areal_jax.trainer.packing import MicroBatch, PackedBatch, Packing, row_counts
 from areal_jax.trainer.programs import train_programs
 from areal_jax.trainer.step import NonFiniteError, StateHolder, TrainState
 from areal_jax.trainer.versions import EarlierVersions, earlier_versions, versions_in
@@ -58,11 +60,12 @@ class Trainer(StateHolder):
         super().__init__(model, mesh, config.trainer, params, config.model.param_dtype)
         self.config = config
         self.counts = row_counts(config.trainer.micro_batch_rows or self.placement.shards, self.placement.shards)
+        self.packing = Packing(config.trainer.packing, self.placement.shards, Work(attention_span(model)))
         self._compile()
 
     def build(self, batch: TrainingBatch) -> PackedBatch:
         """Rewards, advantages and packing, on the host."""
-        return build_batch(batch, self.config, self.counts)
+        return build_batch(batch, self.config, self.counts, self.packing)
 
     def step(self, packed: PackedBatch) -> dict[str, float | None]:
         """One training step: all minibatches in turn, one update each.
