@@ -22,6 +22,8 @@ from flax import struct
 from areal_jax.trainer.allocation import Work, allocate, balanced, deal_rows
 from areal_jax.types import TrainingBatch
 
+TOKENS = Work()
+"""Tokens alone."""
 POLICIES = ("algorithm1", "balanced")
 """How sequences are given to rows: Algorithm 1 of arXiv 2505.24298, or ``allocation.balanced``."""
 
@@ -80,7 +82,7 @@ class Packing:
 
     policy: str = "algorithm1"
     shards: int = 1
-    work: Work = Work()
+    work: Work = TOKENS
 
     def bins(self, lengths: Sequence[int], capacity: int, k_min: int, rows: Callable[[int], int]) -> list[list[int]]:
         """``rows(needed)`` rows, by their sequences' indices; some may be empty."""
