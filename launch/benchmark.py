@@ -5,6 +5,7 @@
   python launch/benchmark.py transformers --random=qwen2-small
   python launch/benchmark.py trainer --random=qwen2-small
   python launch/benchmark.py peers --trl-python=TRL_ENVIRONMENT/bin/python --tunix-python=TUNIX_ENVIRONMENT/bin/python
+  python launch/benchmark.py endtoend --against=trl --trl-python=TRL_ENVIRONMENT/bin/python
   python launch/benchmark.py kernels
   python launch/benchmark.py table sampler.json trainer.json
   python launch/benchmark.py training --config=configs/math.py --workdir=runs/benchmark --warmup=runs/RUN/warmup --steps=40
@@ -15,6 +16,7 @@ transformers   the same load through transformers' generate and through the samp
 trainer        one training step of a length distribution: real tokens/s, share of the measured matmul peak, memory; packed by Algorithm 1, packed in
                balance, and padded in a fixed number of micro-batches
 peers          the same training step by TRL, by Tunix (each in an environment of its own) and here, in turn
+endtoend       whole runs, from prompts to updates, by TRL, by Tunix and, asynchronously, here
 kernels        attention kernels against plain attention: errors, forward and backward
 table          results of several JSON files in one table
 training       whole training runs, asynchronous against synchronous
@@ -32,6 +34,7 @@ COMMANDS = {
     "transformers": "areal_jax.benchmarks.comparison",
     "trainer": "areal_jax.benchmarks.trainer",
     "peers": "areal_jax.benchmarks.peers",
+    "endtoend": "areal_jax.benchmarks.endtoend",
     "kernels": "areal_jax.benchmarks.kernels",
     "table": "areal_jax.benchmarks.report",
     "training": "areal_jax.benchmarks.asynchrony",

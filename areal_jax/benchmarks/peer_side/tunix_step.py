@@ -14,8 +14,6 @@ from __future__ import annotations
 
 import functools
 import importlib.metadata
-import json
-import pathlib
 import time
 from typing import Any
 
@@ -25,43 +23,20 @@ import numpy as np
 import optax
 from flax import nnx
 from serving import masks, samples, serve
-from tunix.models.qwen2 import model as qwen2
-from tunix.models.qwen2 import params as qwen2_params
 from tunix.rl import algo_core, common
 from tunix.rl.grpo.grpo_learner import GRPOConfig
 from tunix.rl.trainer import Trainer
 from tunix.sft.peft_trainer import TrainingConfig
-
-PAD, END = 0, 1
-
-
-@functools.cache
-def mesh() -> Any:
-    return jax.sharding.Mesh(np.asarray(jax.devices())[:, None], ("fsdp", "tp"))
+from tunix_policy import mesh, policy
+from words import END, PAD
 
 
 @functools.cache
 def trainer(checkpoint: str, accumulation: int, group: int) -> tuple[Any, Any]:
-    sizes = json.loads((pathlib.Path(checkpoint) / "config.json").read_text())
-    theta = sizes.get("rope_theta") or sizes["rope_parameters"]["rope_theta"]
-    config = qwen2.ModelConfig(
-        num_layers=sizes["num_hidden_layers"],
-        vocab_size=sizes["vocab_size"],
-        embed_dim=sizes["hidden_size"],
-        hidden_dim=sizes["intermediate_size"],
-        num_heads=sizes["num_attention_heads"],
-        head_dim=sizes.get("head_dim") or sizes["hidden_size"] // sizes["num_attention_heads"],
-        num_kv_heads=sizes["num_key_value_heads"],
-        rope_theta=theta,
-        norm_eps=sizes["rms_norm_eps"],
-        use_tied_embedding=sizes["tie_word_embeddings"],
-        dtype=jnp.float32,
-        param_dtype=jnp.float32,
-    )
-    policy = qwen2_params.create_model_from_safe_tensors(checkpoint, config, mesh(), dtype=jnp.float32)
+    actor = policy(checkpoint)
     optimizer = optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(1e-5))
     settings = TrainingConfig(eval_every_n_steps=1 << 30, gradient_accumulation_steps=accumulation)
-    made = Trainer(policy, optimizer, settings, custom_checkpoint_metadata_fn=dict)
+    made = Trainer(actor, optimizer, settings, custom_checkpoint_metadata_fn=dict)
     algorithm = GRPOConfig(num_generations=group, beta=0.0)
     algorithm.temperature = 1.0
     made.with_loss_fn(
@@ -69,13 +44,13 @@ def trainer(checkpoint: str, accumulation: int, group: int) -> tuple[Any, Any]:
     )
     made.with_gen_model_input_fn(lambda example: {"train_example": example, "algo_config": algorithm})
     made.is_managed_externally = True
-    return made, policy
+    return made, actor
 
 
-def logprob(policy: Any, example: Any, count: int = 16) -> float:
+def logprob(actor: Any, example: Any, count: int = 16) -> float:
     """See ``trl_step``."""
     first = jax.tree.map(lambda leaf: leaf[:count], example)
-    graph, state = nnx.split(policy)
+    graph, state = nnx.split(actor)
     chosen = common.compute_per_token_logps(graph, state, prompt_tokens=first.prompt_ids, completion_tokens=first.completion_ids, pad_id=PAD, eos_id=END)
     return float((chosen * first.completion_mask).sum() / first.completion_mask.sum())
 
@@ -94,13 +69,13 @@ def answer(request: dict[str, Any]) -> dict[str, Any]:
     )
     parts = [jax.tree.map(lambda leaf, first=first: jnp.asarray(leaf[first : first + batch]), whole) for first in range(0, len(prompt), batch)]
     with mesh():
-        made, policy = trainer(request["checkpoint"], len(parts), request["group"])
-        before = logprob(policy, jax.tree.map(jnp.asarray, whole))
+        made, actor = trainer(request["checkpoint"], len(parts), request["group"])
+        before = logprob(actor, jax.tree.map(jnp.asarray, whole))
         seconds = []
         for _ in range(request["repeats"]):
             began = time.perf_counter()
             made.train(parts)
-            jax.block_until_ready(nnx.state(policy))
+            jax.block_until_ready(nnx.state(actor))
             seconds.append(time.perf_counter() - began)
     versions = {name: importlib.metadata.version(name) for name in ("google-tunix", "jax", "flax", "optax")}
     return {"seconds": seconds, "loss": None, "logprob": before, "versions": versions}
