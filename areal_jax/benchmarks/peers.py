@@ -33,6 +33,8 @@ SHORTER = 4
 """Lengths are divided by this where a peer's settings are chosen."""
 SIDES = pathlib.Path(__file__).parent / "peer_side"
 PEERS = ("trl", "tunix")
+ALLOCATOR = {"MALLOC_MMAP_MAX_": "0", "MALLOC_TRIM_THRESHOLD_": str(1 << 46), "MALLOC_TOP_PAD_": str(1 << 26)}
+"""The setting of ``host_memory.keep_freed_memory`` for a peer, which is faster with it, too."""
 AGREE = 2e-3
 """Most difference between two sides' mean log-probs of the same tokens."""
 DEFAULTS = {
@@ -68,7 +70,9 @@ class Peer:
     """
 
     def __init__(self, python: str, program: str, threads: int, devices: int = 1):
-        keep = {name: value for name, value in os.environ.items() if name not in ("PYTHONPATH", "XLA_FLAGS")} | {"JAX_NUM_CPU_DEVICES": str(devices)}
+        keep = (
+            {name: value for name, value in os.environ.items() if name not in ("PYTHONPATH", "XLA_FLAGS")} | ALLOCATOR | {"JAX_NUM_CPU_DEVICES": str(devices)}
+        )
         self._name, self._log = program, tempfile.TemporaryFile("w+")  # noqa: SIM115  # closed in __exit__
         command = [python, str(SIDES / f"{program}.py")]
         self._process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=self._log, text=True, env=keep)

@@ -19,6 +19,7 @@ from areal_jax.benchmarks.loads import make_load
 from areal_jax.benchmarks.sampler import device_dtype
 from areal_jax.config import ConfigError
 from areal_jax.config_devices import parse_mesh
+from areal_jax.host_memory import keep_freed_memory
 
 DEFAULTS = {
     "random": "qwen2-small",
@@ -114,6 +115,7 @@ def take_devices(axes: dict[str, int]) -> list[Any]:
     """
     import jax
 
+    keep_freed_memory()
     wanted = 1
     for size in axes.values():
         wanted *= size

@@ -54,7 +54,7 @@ def answer(request: dict[str, Any]) -> dict[str, Any]:
         rollout_config=RolloutConfig(
             max_tokens_to_generate=request["new_tokens"],
             max_prompt_length=longest,
-            kv_cache_size=longest + request["new_tokens"] + 1,
+            kv_cache_size=max(16, 1 << (longest - 1).bit_length()) + request["new_tokens"] + 1,  # prompts are padded to a power of two
             temperature=1.0,
             top_p=1.0,
         ),
