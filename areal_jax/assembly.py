@@ -23,6 +23,7 @@ from areal_jax.config_devices import check_heads, check_pages
 from areal_jax.controller.evaluation import Evaluator
 from areal_jax.data.task import Task, load_task, settle_lengths
 from areal_jax.data.tuning import TuningData, load_tuning
+from areal_jax.host_memory import keep_freed_memory
 from areal_jax.models.adapters import add
 from areal_jax.models.architecture import ModelConfig, adapted, new_model
 from areal_jax.models.checkpoint import check_vocabulary, load_policy
@@ -138,6 +139,7 @@ def stop_ids(config: Config, tokenizer: Tokenizer) -> tuple[int, ...]:
 
 def start_devices(config: Config) -> Meshes:
     """The meshes; JAX's devices exist from here on."""
+    keep_freed_memory()
     set_host_devices(config)
     if config.cluster.compilation_cache:
         jax.config.update("jax_compilation_cache_dir", config.cluster.compilation_cache)

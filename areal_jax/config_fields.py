@@ -168,6 +168,11 @@ FIELDS: dict[str, Any] = {
         "minibatches": F(2, "sequential updates in a step", minimum=1),
         "micro_batch_tokens": F(0, "C: capacity of one packed row (Algorithm 1); 0: 192, or more where the longest sequence needs it", minimum=0),
         "micro_batch_rows": F(4, "packed rows computed together, over all data-parallel shards; 0: one a shard", minimum=0),
+        "packing": F(
+            "algorithm1",
+            "how sequences are given to rows: the paper's Algorithm 1, or balanced: few rows of equal work, attention counted",
+            choices=("algorithm1", "balanced"),
+        ),
         "remat": F(
             "none", "what the backward pass recomputes: nothing, all but products and attention (dots), blocks (full)", choices=("none", "dots", "full")
         ),

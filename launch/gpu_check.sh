@@ -47,12 +47,12 @@ if [ "$tiny" = 1 ]; then
     attention=(--rows=1 --length=128 --heads=2 --kv-heads=1 --head-dim=16 --slots=4 --repeats=1 --interpret=yes)
     sampler=(--random="${GPU_CHECK_POLICY:-tiny}" --slots=8 --requests=16 --lengths=longtail:6:24 --prompt=8 --positions=32 --group-prompt=40 --group-samples=8
         --steps=2 --prefill-chunk=32 --page-size=8 --repeats=1 --limits=tiny --parts=load,prefill,steps,updates)
-    trainer=(--random="${GPU_CHECK_POLICY:-tiny}" --rows=1 --length=64 --repeats=2 --limits=tiny)
+    trainer=(--random="${GPU_CHECK_POLICY:-tiny}" --sequences=8 --lengths=longtail:6:24 --prompt=8 --rows=1 --row=64 --micro-batches=2 --repeats=2 --limits=tiny)
 else
     attention=()
     sampler=(--random="${GPU_CHECK_POLICY:-mid}" --slots=64 --requests=192 --lengths=longtail:128:1024 --prompt=64:256 --positions=256,1024 --prefill-chunk=2048
         --steps=16 --repeats=2 --seconds=10)
-    trainer=(--random="${GPU_CHECK_POLICY:-mid}" --rows=4 --length=4096 --micro-batches=2 --sequences=4 --remat=dots --repeats=4)
+    trainer=(--random="${GPU_CHECK_POLICY:-mid}" --sequences=32 --lengths=fixed:896 --prompt=128 --layouts=algorithm1 --rows=4 --row=4096 --remat=dots --repeats=4)
 fi
 
 if [ "$platform" = gpu ] && ! "$python" -c 'import sys, importlib.util; sys.exit(importlib.util.find_spec("tokamax") is None)'; then

@@ -15,10 +15,13 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.sharding import AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
 
 from areal_jax.models.architecture import ModelConfig
 from areal_jax.models.layers import precision
-from areal_jax.planner.counts import item, kv_bytes_per_token, matrices
+from areal_jax.models.work import matrices
+from areal_jax.planner.counts import item, kv_bytes_per_token
 
 TRIES = 12
 SIZES = {"cpu": (1 << 28, 1536), "gpu": (1 << 32, 8192), "tpu": (1 << 31, 8192)}
@@ -34,7 +37,7 @@ class Machine:
       threads: processor cores this process may use; what computes where the platform is cpu.
       dtype: of the matmul.
       read_bytes_per_s: of reductions over one large array.
-      matmul_flops: a second, of one large square product in ``dtype``.
+      matmul_flops: a second, of one large square product in ``dtype`` on each of the devices that were measured, together.
     """
 
     platform: str
@@ -77,12 +80,13 @@ def best_seconds(call: Callable[[], Any], tries: int = TRIES) -> float:
     return min(seconds)
 
 
-def measure_machine(dtype: str, *, tiny: bool = False) -> Machine:
-    """Measures the first device.
+def measure_machine(dtype: str, *, tiny: bool = False, devices: int = 1) -> Machine:
+    """Measures the first device; several of them together where they multiply.
 
     Args:
       dtype: of the products, the policy's compute type.
       tiny: small arrays, for a check that the program works; the limits are then those of the caches.
+      devices: that compute one product each at the same time.
     """
     device = jax.devices()[0]
     size, side = SIZES.get(device.platform, SIZES["gpu"])
@@ -94,9 +98,11 @@ def measure_machine(dtype: str, *, tiny: bool = False) -> Machine:
     bytes_read = large.nbytes
     large.delete()
     kind = jnp.dtype(dtype)
-    left, right = (jax.random.normal(jax.random.key(i), (side, side), kind) for i in range(2))
-    product = jax.jit(lambda a, b: jnp.matmul(a, b, precision=precision(kind)))
-    return Machine(device.platform, device.device_kind, cores(), dtype, bytes_read / read, 2.0 * side**3 / best_seconds(lambda: product(left, right)))
+    each = NamedSharding(jax.make_mesh((devices,), ("each",), axis_types=(AxisType.Auto,), devices=jax.devices()[:devices]), P("each"))
+    left, right = (jax.device_put(jax.random.normal(jax.random.key(i), (devices, side, side), kind), each) for i in range(2))
+    product = jax.jit(lambda a, b: jnp.matmul(a, b, precision=precision(kind)), out_shardings=each)
+    flops = devices * 2.0 * side**3 / best_seconds(lambda: product(left, right))
+    return Machine(device.platform, device.device_kind, cores(), dtype, bytes_read / read, flops)
 
 
 def decode_floor_s(machine: Machine, model: ModelConfig, positions: list[int]) -> float:

@@ -87,7 +87,7 @@ def load_cells(directory: pathlib.Path, settings: Mapping[str, Any] | None = Non
         try:
             content = json.loads(file.read_text())
             cell = Cell(**content.pop("cell"))
-            own = content.pop("settings")
+            own: Mapping[str, Any] = content.pop("settings")
             found = {name: content[name] for name in ("evaluations", "steps", "staleness_tokens", "diverged")} | content
         except (ValueError, KeyError, TypeError) as error:
             raise ConfigError(f"'{file}' must be a cell's file as this program writes it: {error!r}; remove it, and its cell is run again") from error

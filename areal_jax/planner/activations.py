@@ -18,7 +18,8 @@ import dataclasses
 from areal_jax.models.architecture import ModelConfig
 from areal_jax.models.attention import PLAIN_LENGTH
 from areal_jax.models.forward import SCAN_FROM
-from areal_jax.planner.counts import item, matrices, trained_elements
+from areal_jax.models.work import matrices
+from areal_jax.planner.counts import item, trained_elements
 from areal_jax.planner.setup import Setup
 
 

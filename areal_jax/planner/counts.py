@@ -1,4 +1,4 @@
-"""Numbers that a plan starts from: matrices' parameters, a token's cache, the positions of a training step's batch.
+"""Numbers that a plan starts from: a token's cache, a device's parameters, the positions of a training step's batch.
 
 Invariant: everything is counted from the architecture, the configuration and the assumed lengths.
 """
@@ -10,43 +10,8 @@ import dataclasses
 import numpy as np
 
 from areal_jax.models.architecture import ModelConfig
+from areal_jax.models.work import adapter_parts, matrices
 from areal_jax.planner.setup import Axes, Setup
-
-
-@dataclasses.dataclass(frozen=True)
-class Matrices:
-    """Parameters of matrix products that a token goes through, and all of them; ``adapters`` are those of a block's low-rank ones."""
-
-    block: int
-    block_active: int
-    head: int
-    adapters: int = 0
-
-
-def matrices(model: ModelConfig) -> Matrices:
-    """Of one block and of the LM head; a mixture's token goes through some experts and the router."""
-    m = model
-    attention = m.hidden_size * m.head_dim * 2 * (m.heads + m.kv_heads)
-    if m.experts:
-        expert, router = 3 * m.hidden_size * m.expert_mlp_size, m.hidden_size * m.experts
-        active = attention + router + m.experts_per_token * expert
-        return Matrices(attention + router + m.experts * expert, active, m.hidden_size * m.vocab_size, adapter_elements(m))
-    block = attention + 3 * m.hidden_size * m.mlp_size
-    return Matrices(block, block, m.hidden_size * m.vocab_size, adapter_elements(m))
-
-
-def adapter_parts(model: ModelConfig) -> tuple[int, int]:
-    """Parameters of one block's adapters along the hidden size, which fsdp divides, and along the other, which tensor divides; (0, 0) without."""
-    m, queries, keys = model, model.heads * model.head_dim, model.kv_heads * model.head_dim
-    others = {"query": queries, "key": keys, "value": keys, "output": queries} | dict.fromkeys(("gate", "up", "down"), m.mlp_size)
-    if m.lora is None:
-        return 0, 0
-    return m.lora.rank * len(m.lora.targets) * m.hidden_size, m.lora.rank * sum(others[name] for name in m.lora.targets)
-
-
-def adapter_elements(model: ModelConfig) -> int:
-    """Parameters of one block's adapters: rank · (in + out) of each layer that has one; 0 without."""
-    return sum(adapter_parts(model))
 
 
 def trained_elements(model: ModelConfig, axes: Axes) -> float:

@@ -16,8 +16,9 @@ import jax
 
 from areal_jax.models.adapters import split
 from areal_jax.models.architecture import ModelConfig
+from areal_jax.models.work import matrices
 from areal_jax.planner.activations import activation_parts
-from areal_jax.planner.counts import batch_of, item, kv_bytes_per_token, kv_parts, matrices
+from areal_jax.planner.counts import batch_of, item, kv_bytes_per_token, kv_parts
 from areal_jax.planner.hardware import Chip
 from areal_jax.planner.setup import Axes, Setup, shard_bytes, sharded_params, train_state, with_meshes
 from areal_jax.trainer.objective import in_loss, needs_reference

@@ -15,7 +15,8 @@ from collections import defaultdict
 import numpy as np
 
 from areal_jax.models.architecture import ModelConfig
-from areal_jax.planner.counts import adapter_parts, batch_of, item, kv_parts, matrices
+from areal_jax.models.work import adapter_parts, matrices
+from areal_jax.planner.counts import batch_of, item, kv_parts
 from areal_jax.planner.setup import Axes, Setup
 
 Wires = dict[tuple[str, str], float]

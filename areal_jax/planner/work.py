@@ -13,8 +13,8 @@ from __future__ import annotations
 
 import dataclasses
 
-from areal_jax.models.architecture import ModelConfig
-from areal_jax.planner.counts import batch_of, item, kv_bytes_per_token, kv_parts, matrices, trained_elements
+from areal_jax.models.work import attention_flops, forward_flops, matrices
+from areal_jax.planner.counts import batch_of, item, kv_bytes_per_token, kv_parts, trained_elements
 from areal_jax.planner.setup import Axes, Setup
 from areal_jax.planner.wires import Wires, decode_wires, prefill_wires, trainer_wires
 from areal_jax.sampler.engine import BLOCK
@@ -27,17 +27,6 @@ class Work:
     flops: float
     memory: float
     wires: Wires
-
-
-def attention_flops(model: ModelConfig, seen: float) -> float:
-    """Of one token that attends to ``seen`` positions, in all layers: scores and mixing."""
-    return 4.0 * model.layers * model.heads * model.head_dim * seen
-
-
-def forward_flops(model: ModelConfig, tokens: float, seen: float, head: bool = True) -> float:
-    """Of a forward pass over tokens that attend to ``seen`` positions each on average."""
-    w = matrices(model)
-    return tokens * (2.0 * (model.layers * (w.block_active + w.adapters) + (w.head if head else 0)) + attention_flops(model, seen))
 
 
 def trainer_work(setup: Setup) -> Work:

@@ -165,6 +165,7 @@ TRAINING: dict[str, Metric] = {
         },
     ),
     "packing/efficiency": _measure("fraction", "real ÷ computed positions"),
+    "packing/balance": _measure("fraction", "work of the mean data-parallel shard ÷ of the one with most, attention counted"),
     "packing/micro_batches": _count("micro-batches", "micro-batches of the step"),
     "compile/count": _count("programs", "compilations since the start of the process"),
     "compile/steady_state": _count("programs", "compilations after the warm-up; 0 in a steady run"),

@@ -17,7 +17,7 @@ import numpy as np
 from areal_jax.algorithms.advantages import ADVANTAGES, overlong_penalty, scale_rewards
 from areal_jax.algorithms.aggregation import loss_weights
 from areal_jax.algorithms.kl import reference_kl
-from areal_jax.trainer.packing import MicroBatch, PackedBatch, PackedSequence, micro_batches, pack
+from areal_jax.trainer.packing import MicroBatch, PackedBatch, PackedSequence, Packing, micro_batches, pack
 from areal_jax.types import TrainingBatch, Trajectory
 
 
@@ -67,13 +67,14 @@ def advantages_of(batch: TrainingBatch, config: Any, penalties: Sequence[np.ndar
     return [row[:length] for row, length in zip(values, lengths, strict=True)]
 
 
-def token_scores_of(batch: TrainingBatch, config: Any, counts: Sequence[int], score: Callable[[MicroBatch], np.ndarray]) -> list[np.ndarray]:
+def token_scores_of(batch: TrainingBatch, config: Any, counts: Sequence[int], packing: Packing, score: Callable[[MicroBatch], np.ndarray]) -> list[np.ndarray]:
     """What a packed program says of each sample's tokens.
 
     Args:
       batch: groups.
       config: reads ``trainer.micro_batch_tokens``.
       counts: static row counts of micro-batches, largest first.
+      packing: how rows are filled and dealt out to shards.
       score: from a micro-batch on the host to [rows, C] on the host.
 
     Returns:
@@ -85,7 +86,7 @@ def token_scores_of(batch: TrainingBatch, config: Any, counts: Sequence[int], sc
         whole = np.concatenate([t.prompt_tokens, t.tokens]).astype(np.int32)
         sequences.append(PackedSequence(whole, nothing, np.full(t.length, number, np.int32), nothing))
     scores = [np.zeros(0)] * len(sequences)
-    for micro in micro_batches(sequences, config.trainer.micro_batch_tokens, counts):
+    for micro in micro_batches(sequences, config.trainer.micro_batch_tokens, counts, packing=packing):
         scored = score(micro)
         for number in np.unique(micro.versions[micro.loss_mask > 0]):
             scores[number] = scored[(micro.versions == number) & (micro.loss_mask > 0)]
@@ -118,13 +119,14 @@ def skips_zero(section: Any) -> bool:
     return section.skip_zero_advantage and not beside and section.loss != "m2po"
 
 
-def build_batch(batch: TrainingBatch, config: Any, counts: Sequence[int], reference: Sequence[np.ndarray] | None = None) -> PackedBatch:
+def build_batch(batch: TrainingBatch, config: Any, counts: Sequence[int], packing: Packing, reference: Sequence[np.ndarray] | None = None) -> PackedBatch:
     """The packed batch of a training step.
 
     Args:
       batch: rewarded groups; ``batch.step`` is the trainer's version.
       config: a validated configuration; reads ``algorithm``, ``trainer``, ``rollout.max_new_tokens`` and ``seed``.
       counts: static row counts of micro-batches, largest first.
+      packing: how rows are filled and dealt out to shards.
       reference: for each sample its tokens' log-probs under the reference [length], where the KL is part of the reward.
     """
     a, samples = config.algorithm, trajectories_of(batch)
@@ -132,7 +134,7 @@ def build_batch(batch: TrainingBatch, config: Any, counts: Sequence[int], refere
     advantages = advantages_of(batch, config, penalties)
     lengths, ids = np.asarray([t.length for t in samples]), np.asarray([t.group_id for t in samples])
     weights = loss_weights(a.aggregation, lengths, ids, config.rollout.max_new_tokens)
-    packed = pack(batch, advantages, config.trainer.micro_batch_tokens, counts, config.trainer.minibatches, skips_zero(a), weights)
+    packed = pack(batch, advantages, config.trainer.micro_batch_tokens, counts, config.trainer.minibatches, skips_zero(a), weights, packing)
     every = np.concatenate(advantages)
     metrics = {**batch_metrics(batch), **packed.metrics, **measured, "advantage/mean": float(every.mean()), "advantage/std": float(every.std())}
     return dataclasses.replace(packed, metrics=metrics)

@@ -17,7 +17,7 @@ import grain
 import numpy as np
 from flax import struct
 
-from areal_jax.trainer.packing import allocate
+from areal_jax.trainer.allocation import allocate
 from areal_jax.types import Example, TrainingSequence
 
 CHUNK = 1024

@@ -4,6 +4,7 @@ Invariants:
 * Every sequence lies in one row, whole; no row holds more than its capacity C.
 * Index t of every array of a ``MicroBatch`` speaks of the same predicted token: ``targets[t]`` follows ``tokens[t]``.
 * Rows come in few static counts (``row_counts``), so that a steady run compiles nothing new.
+* Of a micro-batch every data-parallel shard takes as many rows, of nearly equal work (``allocation.deal_rows``).
 * Groups stay whole: all samples of a group lie in one minibatch.
 
 A sequence of n tokens (prompt and response) takes n - 1 positions: its last token is only ever a target.
@@ -18,7 +19,13 @@ from typing import Any
 import numpy as np
 from flax import struct
 
+from areal_jax.trainer.allocation import Work, allocate, balanced, deal_rows
 from areal_jax.types import TrainingBatch
+
+TOKENS = Work()
+"""Tokens alone."""
+POLICIES = ("algorithm1", "balanced")
+"""How sequences are given to rows: Algorithm 1 of arXiv 2505.24298, or ``allocation.balanced``."""
 
 
 @struct.dataclass
@@ -68,6 +75,40 @@ class PackedSequence:
 
 
 @dataclasses.dataclass(frozen=True)
+class Packing:
+    """By what rows are filled and dealt out.
+
+    Attributes:
+      policy: of ``POLICIES``.
+      shards: data-parallel shards, which take equal parts of a micro-batch's rows.
+      work: of a sequence.
+    """
+
+    policy: str = "algorithm1"
+    shards: int = 1
+    work: Work = TOKENS
+
+    def bins(self, lengths: Sequence[int], capacity: int, k_min: int, rows: Callable[[int], int]) -> list[list[int]]:
+        """``rows(needed)`` rows, by their sequences' indices; some may be empty."""
+        if self.policy == "balanced":
+            return balanced(lengths, capacity, self.work, lambda needed: rows(max(needed, min(k_min, len(lengths)))))
+        found = allocate(lengths, capacity, k_min)
+        return found + [[] for _ in range(rows(len(found)) - len(found))]
+
+    def row_work(self, segment_ids: np.ndarray) -> np.ndarray:
+        """Float64 [rows], of computing packed rows [rows, C]: all positions, and attention within segments."""
+        attention = [self.work.attention(np.bincount(row)[1:]).sum() for row in segment_ids]
+        return segment_ids.shape[1] + np.asarray(attention, np.float64)
+
+    def shard_work(self, micro: MicroBatch) -> np.ndarray:
+        """Float64 [shards], of each shard in a micro-batch."""
+        return self.row_work(micro.segment_ids).reshape(self.shards, -1).sum(1)
+
+
+DEFAULT = Packing()
+
+
+@dataclasses.dataclass(frozen=True)
 class PackedBatch:
     """A training step's micro-batches, on the host.
 
@@ -84,39 +125,6 @@ class PackedBatch:
     tokens: tuple[int, ...]
     metrics: Mapping[str, float | None]
     denominators: tuple[float, ...]
-
-
-def allocate(lengths: Sequence[int] | np.ndarray, capacity: int, k_min: int = 1) -> list[list[int]]:
-    """Dynamic batching, Algorithm 1 of arXiv 2505.24298.
-
-    Longest first; a sequence opens a new micro-batch while fewer than ``k_min`` exist or none can hold it, else it joins, among
-    those that can hold it, the one with the fewest sequences (of several, the one with the smallest total).
-
-    Args:
-      lengths: [n] token counts.
-      capacity: most tokens of a micro-batch. A longer sequence sits alone.
-      k_min: least number of micro-batches (reached only if there are so many sequences).
-
-    Returns:
-      For each micro-batch the indices of its sequences.
-    """
-    lengths = np.asarray(lengths, np.int64)
-    bins: list[list[int]] = []
-    totals, counts = np.zeros(len(lengths), np.int64), np.zeros(len(lengths), np.int64)
-    for index in np.argsort(-lengths, kind="stable"):
-        opened, length = len(bins), lengths[index]
-        place = opened
-        if opened >= k_min:
-            rank = np.where(totals[:opened] + length <= capacity, counts[:opened] * (capacity + 1) + totals[:opened], np.iinfo(np.int64).max)
-            best = int(np.argmin(rank)) if opened else 0
-            if opened and rank[best] != np.iinfo(np.int64).max:
-                place = best
-        if place == opened:
-            bins.append([])
-        bins[place].append(int(index))
-        totals[place] += length
-        counts[place] += 1
-    return bins
 
 
 def row_counts(rows: int, shards: int, most: int = 2) -> tuple[int, ...]:
@@ -150,8 +158,9 @@ def pack_rows(
     k_min: int = 1,
     rows: Callable[[int], int] = lambda needed: needed,
     fillers: Sequence[PackedSequence] = (),
+    packing: Packing = DEFAULT,
 ) -> MicroBatch:
-    """Lays sequences into rows of ``capacity`` positions by Algorithm 1.
+    """Lays sequences into rows of ``capacity`` positions.
 
     Args:
       sequences: at least two tokens each.
@@ -159,6 +168,7 @@ def pack_rows(
       k_min: least number of rows.
       rows: from the number of rows that ``sequences`` need to the number of rows of the result.
       fillers: sequences that may take the room that is left, longest first, and open no row.
+      packing: how rows are filled.
 
     Returns:
       Arrays [rows, C] on the host.
@@ -172,9 +182,8 @@ def pack_rows(
             f"a packed row holds sequences of 2 to {capacity + 1} tokens; got one of {max(lengths) + 1 if max(lengths) > capacity else min(lengths) + 1}: "
             "raise 'trainer.micro_batch_tokens' (or 'sft.row_tokens'), or lower 'task.max_prompt_tokens' or 'rollout.max_new_tokens'"
         )
-    bins = allocate(lengths, capacity, k_min)
-    count = rows(len(bins))
-    bins += [[] for _ in range(count - len(bins))]
+    bins = packing.bins(lengths, capacity, k_min, rows)
+    count = len(bins)
     _fill(bins, [capacity - sum(lengths[i] for i in indices) for indices in bins], [s.positions for s in fillers], len(sequences))
     sequences = [*sequences, *fillers]
     batch = _empty(count, capacity)
@@ -230,11 +239,13 @@ def take_rows(batch: MicroBatch, rows: np.ndarray, count: int | None = None) -> 
     return MicroBatch(**{f.name: np.concatenate([getattr(batch, f.name)[rows], getattr(filler, f.name)]) for f in dataclasses.fields(MicroBatch)})
 
 
-def micro_batches(sequences: Sequence[PackedSequence], capacity: int, counts: Sequence[int], fillers: Sequence[PackedSequence] = ()) -> tuple[MicroBatch, ...]:
+def micro_batches(
+    sequences: Sequence[PackedSequence], capacity: int, counts: Sequence[int], fillers: Sequence[PackedSequence] = (), packing: Packing = DEFAULT
+) -> tuple[MicroBatch, ...]:
     """A minibatch as micro-batches of the static row counts ``counts`` (largest first); ``fillers`` take the room that is left."""
-    packed = pack_rows(sequences, capacity, min(counts), lambda needed: sum(split_rows(max(needed, 1), counts)), fillers)
-    ends = np.cumsum(split_rows(packed.tokens.shape[0], counts))
-    return tuple(take_rows(packed, np.arange(start, end)) for start, end in zip([0, *ends[:-1]], ends, strict=True))
+    packed = pack_rows(sequences, capacity, min(counts), lambda needed: sum(split_rows(max(needed, 1), counts)), fillers, packing)
+    sizes = split_rows(packed.tokens.shape[0], counts)
+    return tuple(take_rows(packed, np.asarray(rows)) for rows in deal_rows(packing.row_work(packed.segment_ids), sizes, packing.shards))
 
 
 def split_groups(tokens: Sequence[int], minibatches: int) -> list[list[int]]:
@@ -266,6 +277,7 @@ def pack(
     minibatches: int,
     skip_zero: bool = False,
     weights: tuple[Sequence[float] | np.ndarray, Sequence[float] | np.ndarray] | None = None,
+    packing: Packing = DEFAULT,
 ) -> PackedBatch:
     """Packs a training step.
 
@@ -277,9 +289,11 @@ def pack(
       minibatches: sequential updates of the step.
       skip_zero: samples whose advantages are all 0, and which so have no gradient, only take the room that the others leave; all count in the mean.
       weights: for each trajectory (weight of its tokens' losses, share of the denominator), as ``aggregation.loss_weights``; None: the token mean.
+      packing: how rows are filled and dealt out to shards.
 
     Returns:
-      The minibatches with the packing's metrics: ``packing/efficiency`` (real ÷ computed positions) and ``packing/micro_batches``.
+      The minibatches with the packing's metrics: ``packing/efficiency`` (real ÷ computed positions), ``packing/balance`` (work of the mean shard ÷
+      work of the one with most, over micro-batches) and ``packing/micro_batches``.
     """
     sequences: list[list[PackedSequence]] = []
     lengths = [t.length for group in batch.groups for t in group.trajectories]
@@ -294,13 +308,16 @@ def pack(
     computed, fillers = ([[s for s in group if (not skip_zero or np.any(s.advantages)) == wanted] for group in sequences] for wanted in (True, False))
     parts = split_groups([sum(s.positions for s in group) for group in computed], minibatches)
     packed = tuple(
-        micro_batches([s for index in part for s in computed[index]], capacity, counts, [s for index in part for s in fillers[index]]) for part in parts
+        micro_batches([s for index in part for s in computed[index]], capacity, counts, [s for index in part for s in fillers[index]], packing)
+        for part in parts
     )
     tokens = tuple(sum(len(s.versions) for index in part for s in sequences[index]) for part in parts)
     denominators = tuple(sum(totals[index] for index in part) for part in parts)
     every = [m for part in packed for m in part]
+    shards = np.asarray([packing.shard_work(m) for m in every])
     metrics: dict[str, float | None] = {
         "packing/efficiency": float(sum((m.segment_ids > 0).sum() for m in every) / sum(m.segment_ids.size for m in every)),
+        "packing/balance": float(shards.mean(1).sum() / shards.max(1).sum()),
         "packing/micro_batches": float(len(every)),
     }
     return PackedBatch(batch.step, packed, tokens, metrics, denominators)

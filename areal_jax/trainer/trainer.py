@@ -29,9 +29,11 @@ from jax.sharding import Mesh
 from areal_jax.algorithms.proximal import second_moment_filter
 from areal_jax.models.adapters import fingerprint
 from areal_jax.models.architecture import ModelConfig
+from areal_jax.models.work import attention_span
+from areal_jax.trainer.allocation import Work
 from areal_jax.trainer.build import build_batch, token_scores_of
 from areal_jax.trainer.objective import in_loss, needs_reference
-from areal_jax.trainer.packing import MicroBatch, PackedBatch, row_counts
+from areal_jax.trainer.packing import MicroBatch, PackedBatch, Packing, row_counts
 from areal_jax.trainer.programs import train_programs
 from areal_jax.trainer.step import NonFiniteError, StateHolder, TrainState, owned
 from areal_jax.trainer.versions import EarlierVersions, earlier_versions, versions_in
@@ -62,14 +64,15 @@ class Trainer(StateHolder):
             self.reference = owned(params, self.placement.state.params, config.model.param_dtype) if own else self.frozen
             self.base = fingerprint(self.reference)
         self.counts = row_counts(config.trainer.micro_batch_rows or self.placement.shards, self.placement.shards)
+        self.packing = Packing(config.trainer.packing, self.placement.shards, Work(attention_span(model)))
         self._compile()
 
     def build(self, batch: TrainingBatch) -> PackedBatch:
         """Rewards, advantages and packing, on the host; a KL in the reward needs the reference's forward pass before."""
         a, reference = self.config.algorithm, None
         if needs_reference(a) and not in_loss(a):
-            reference = token_scores_of(batch, self.config, self.counts, lambda micro: jax.device_get(self._reference_of(self._placed(micro))))
-        return build_batch(batch, self.config, self.counts, reference)
+            reference = token_scores_of(batch, self.config, self.counts, self.packing, lambda micro: jax.device_get(self._reference_of(self._placed(micro))))
+        return build_batch(batch, self.config, self.counts, self.packing, reference)
 
     def _placed(self, micro: MicroBatch) -> MicroBatch:
         return jax.device_put(micro, self.placement.rows)

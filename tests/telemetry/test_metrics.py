@@ -24,7 +24,7 @@ sampler/idle_fraction sampler/slot_occupancy sampler/kv_pages_used sampler/preem
 weight_sync/transfer_s weight_sync/pause_s weight_sync/rebuild_s weight_sync/bytes sampler/version sampler/interrupts
 buffer/depth buffer/capacity groups/in_flight groups/due drop/stale drop/reward_error drop/zero_std drop/empty drop/overlong_prompt drop/worker_lost retries
 ledger/generated ledger/trained ledger/dropped ledger/buffered ledger/in_flight ledger/residual
-packing/efficiency packing/micro_batches compile/count compile/steady_state
+packing/efficiency packing/balance packing/micro_batches compile/count compile/steady_state
 memory/trainer_bytes memory/sampler_bytes memory/host_rss_bytes
 """
 

@@ -13,9 +13,10 @@ from areal_jax.config import base_config
 from areal_jax.models.adapters import add
 from areal_jax.models.architecture import Lora
 from areal_jax.models.policy import packed_logits
+from areal_jax.trainer.allocation import Work
 from areal_jax.trainer.build import build_batch, rewards_of, skips_zero, token_scores_of
 from areal_jax.trainer.objective import needs_proximal
-from areal_jax.trainer.packing import split_groups
+from areal_jax.trainer.packing import POLICIES, Packing, split_groups
 from areal_jax.trainer.trainer import Trainer
 
 LENGTH = 20
@@ -55,6 +56,7 @@ def penalised(request, model, params, moved, mesh_of):
     config, mesh = settings(kl_coefficient=BETA, kl_estimator="k2", entropy_coefficient=ENTROPY), mesh_of()
     if request.param != "one device":
         mesh, config.trainer.micro_batch_rows, config.trainer.micro_batch_tokens = mesh_of(data=2, fsdp=2, context=2), 4, 36
+        config.trainer.packing = "balanced"
     return started(config, model, mesh, params, moved)
 
 
@@ -193,9 +195,10 @@ def test_a_kl_in_the_reward_is_taken_off_each_tokens_reward(penalised, model, pa
     np.testing.assert_allclose(got, want, rtol=2e-4, atol=2e-4)
 
 
-def test_scores_of_a_packed_program_come_back_to_their_samples(config, batch_of):
+@pytest.mark.parametrize("policy", POLICIES)
+def test_scores_of_a_packed_program_come_back_to_their_samples(config, batch_of, policy):
     batch = batch_of(groups=5, samples=3, seed=4)
-    scores = token_scores_of(batch, config, (2, 1), lambda micro: micro.targets * 100 + micro.positions)
+    scores = token_scores_of(batch, config, (4, 2), Packing(policy, 2, Work(4.0)), lambda micro: micro.targets * 100 + micro.positions)
     for t, got in zip((t for g in batch.groups for t in g.trajectories), scores, strict=True):
         np.testing.assert_array_equal(got, t.tokens * 100 + np.arange(t.length) + len(t.prompt_tokens) - 1)
 
@@ -272,4 +275,4 @@ def test_long_and_truncated_responses_lose_reward_by_the_samplers_word(config, b
     want = [t.reward - (0.5 if t.truncated else 0.5 * min(1.0, max(0.0, (t.length - 8) / 8))) for t in samples]
     np.testing.assert_allclose(rewards_of(batch, config), want)
     assert max(t.length for t in samples) < 16, "the longest of a batch is not truncated by that"
-    assert build_batch(batch, config, (4,)).metrics["truncated_ratio"] == pytest.approx(1 / len(samples))
+    assert build_batch(batch, config, (4,), Packing()).metrics["truncated_ratio"] == pytest.approx(1 / len(samples))

@@ -1,42 +1,12 @@
-"""Algorithm 1, packed rows and minibatches."""
-
-import json
+"""Packed rows, micro-batches and minibatches."""
 
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from areal_jax.trainer.packing import PackedSequence, allocate, micro_batches, pack, pack_rows, row_counts, split_groups, split_rows
-
-
-def test_every_allocation_of_the_original(oracles):
-    file = json.loads((oracles / "microbatch_allocation.json").read_text())
-    assert len(file["cases"]) >= 10
-    for case in file["cases"]:
-        lengths, p = case["inputs"]["lengths"], case["params"]
-        bins = allocate(lengths, p["capacity"], p["k_min"])
-        assert sorted(i for b in bins for i in b) == list(range(len(lengths))), case["name"]
-        totals = sorted((sum(lengths[i] for i in b) for b in bins), reverse=True)
-        assert (len(bins), totals) == (case["outputs"]["count"], case["outputs"]["token_totals"]), case["name"]
-
-
-def slow(lengths, capacity, k_min):
-    """Algorithm 1 as printed, in plain loops."""
-    bins = []
-    for index in sorted(range(len(lengths)), key=lambda i: -lengths[i]):
-        fits = [b for b in bins if sum(lengths[i] for i in b) + lengths[index] <= capacity]
-        if len(bins) < k_min or not fits:
-            bins.append([index])
-        else:
-            min(fits, key=lambda b: (len(b), sum(lengths[i] for i in b))).append(index)
-    return bins
-
-
-@given(st.lists(st.integers(1, 40), max_size=40), st.integers(1, 60), st.integers(1, 5))
-@settings(max_examples=150, deadline=None)
-def test_allocation_is_the_printed_algorithm(lengths, capacity, k_min):
-    assert sorted(map(sorted, allocate(lengths, capacity, k_min))) == sorted(map(sorted, slow(lengths, capacity, k_min)))
+from areal_jax.trainer.allocation import Work
+from areal_jax.trainer.packing import POLICIES, PackedSequence, Packing, micro_batches, pack, pack_rows, row_counts, split_groups, split_rows
 
 
 def sequences(lengths, seed=0):
@@ -49,11 +19,11 @@ def sequences(lengths, seed=0):
     return made
 
 
-@given(st.lists(st.integers(2, 17), min_size=1, max_size=30), st.integers(1, 4))
+@given(st.lists(st.integers(2, 17), min_size=1, max_size=30), st.integers(1, 4), st.sampled_from(["algorithm1", "balanced"]))
 @settings(max_examples=60, deadline=None)
-def test_every_token_is_packed_once_and_aligned(lengths, k_min):
+def test_every_token_is_packed_once_and_aligned(lengths, k_min, policy):
     given_sequences = sequences(lengths)
-    packed = pack_rows(given_sequences, 16, k_min)
+    packed = pack_rows(given_sequences, 16, k_min, packing=Packing(policy, work=Work(8.0)))
     assert packed.tokens.shape[0] >= min(k_min, len(lengths))
     found = []
     for row in range(packed.tokens.shape[0]):
@@ -111,6 +81,58 @@ def test_a_step_is_packed_with_its_efficiency(batch_of):
     real = sum(t.length + len(t.prompt_tokens) - 1 for g in batch.groups for t in g.trajectories)
     computed = sum(m.tokens.size for part in packed.minibatches for m in part)
     assert packed.metrics["packing/efficiency"] == pytest.approx(real / computed)
+
+
+@pytest.mark.parametrize("policy", ["algorithm1", "balanced"])
+def test_shards_do_equal_work_under_the_declared_shapes(batch_of, policy):
+    batch = batch_of(groups=8, samples=4)
+    advantages = [np.full(t.length, g.group_id) for g in batch.groups for t in g.trajectories]
+    packing, counts = Packing(policy, 2, Work(4.0)), (4, 2)
+    packed = pack(batch, advantages, 24, counts, 2, packing=packing)
+    every = [m for part in packed.minibatches for m in part]
+    assert {m.tokens.shape for m in every} <= {(rows, 24) for rows in counts}
+    shares = []
+    for micro in every:
+        shards = np.split(np.asarray(micro.segment_ids), 2)
+        shares.append([ids.size + sum(n * (n + 1) / 2 / 4.0 for row in ids for n in np.bincount(row)[1:]) for ids in shards])
+    wanted = sum(np.mean(pair) for pair in shares) / sum(max(pair) for pair in shares)
+    assert packed.metrics["packing/balance"] == pytest.approx(wanted) and 0.9 < wanted <= 1.0
+    assert sum(m.loss_mask.sum() for m in every) == sum(packed.tokens)
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_each_sample_keeps_its_weight_and_each_minibatch_its_denominator(batch_of, policy):
+    batch = batch_of(groups=8, samples=4)
+    samples = [t for g in batch.groups for t in g.trajectories]
+    advantages = [np.full(t.length, number % 3) for number, t in enumerate(samples)]
+    weights, shares = 2.0 + np.arange(len(samples)), 0.25 * np.arange(len(samples)) ** 2
+    packed = pack(batch, advantages, 24, (4, 2), 2, True, (weights, shares), Packing(policy, 2, Work(4.0)))
+    seen = set()
+    for part, denominator in zip(packed.minibatches, packed.denominators, strict=True):
+        trained = set()
+        for micro in part:
+            assert not micro.loss_weights[micro.loss_mask == 0].any()
+            for row, ids in enumerate(micro.segment_ids):
+                for segment in range(1, ids.max() + 1):
+                    here = (ids == segment) & (micro.loss_mask[row] > 0)
+                    [weight] = np.unique(micro.loss_weights[row, here])
+                    np.testing.assert_array_equal(micro.targets[row, here], samples[int(weight) - 2].tokens)
+                    trained.add(int(weight) - 2)
+        groups = {number // 4 for number in trained}
+        assert denominator == pytest.approx(sum(shares[number] for number in range(len(samples)) if number // 4 in groups))
+        seen |= trained
+    assert seen >= {number for number in range(len(samples)) if number % 3}, "only samples without an advantage may be left out"
+    assert sum(packed.denominators) == pytest.approx(shares.sum())
+
+
+def test_balanced_packs_a_long_tail_as_tightly():
+    random = np.random.default_rng(0)
+    given_sequences = sequences(np.minimum(256, 20 + np.exp(3.4 + 0.8 * random.standard_normal(200))).astype(int))
+    packed = {policy: micro_batches(given_sequences, 256, (4, 2), packing=Packing(policy, 2, Work(300.0))) for policy in ("algorithm1", "balanced")}
+    computed = {policy: sum(m.tokens.size for m in micros) for policy, micros in packed.items()}
+    assert computed["balanced"] <= computed["algorithm1"]
+    heaviest = {policy: max(Packing(policy, 2, Work(300.0)).row_work(m.segment_ids).max() for m in micros) for policy, micros in packed.items()}
+    assert heaviest["balanced"] <= heaviest["algorithm1"]
 
 
 def held(micro):

@@ -1,0 +1,1 @@
+"""Programs that other projects' Pythons run: they import nothing of this project, whose dependencies those Pythons do not have."""
