@@ -91,8 +91,7 @@ def load_cells(directory: pathlib.Path, settings: Mapping[str, Any] | None = Non
             found = {name: content[name] for name in ("evaluations", "steps", "staleness_tokens", "diverged")} | content
         except (ValueError, KeyError, TypeError) as error:
             raise ConfigError(f"'{file}' must be a cell's file as this program writes it: {error!r}; remove it, and its cell is run again") from error
-        if settings is None:
-            settings = own
+        settings = own if settings is None else settings
         unlike = difference(settings, own)
         if unlike:
             raise ConfigError(f"'{file}' was made with {unlike}; results of unlike settings are not mixed: take the same flags, or another --out")
