@@ -214,6 +214,23 @@ def test_per_request_rows_tell_raw_and_likeliest_logprobs(engine_of, update_of, 
             assert abs(decoded.logprobs[row, step] - np.log(kept[place] / kept.sum())) < 1e-5
 
 
+def test_every_program_takes_the_caches_over(engine_of, update_of):
+    """Donated: the pages that went in are gone, so that never two caches lie on the device."""
+    engine, slots = engine_of(), engine_of().max_concurrent_decodes
+    params, pairs = update_of(engine).params, np.zeros((2, slots), np.int32)
+    nobody, tables = np.full(engine.row_buckets[0], slots, np.int32), np.zeros((engine.row_buckets[0], engine.sequence_pages), np.int32)
+    programs = {
+        "prefill": lambda state: engine.prefill_blocks(params, state, engine.no_blocks(engine.block_buckets[0])),
+        "copy": lambda state: engine.copy_pages(state, *pairs),
+        "enter": lambda state: engine.enter(state, insertion(engine, []), 0),
+        "decode": lambda state: engine.decode(params, state, nobody, tables)[0],
+    }
+    state = engine.new_state()
+    for name, program in programs.items():
+        before, state = state, program(state)
+        assert all(page.is_deleted() for page in (*before.keys, *before.values)), name
+
+
 def test_decoding_copies_no_page(engine_of):
     """The pool is changed in place: of its shape there is no copy in the compiled program."""
     engine = engine_of()
