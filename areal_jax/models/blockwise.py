@@ -21,7 +21,7 @@ from areal_jax.models.remat import SAVED
 MASKED = -1e30
 
 
-def blockwise_attention(query: jax.Array, key: jax.Array, value: jax.Array, starts: jax.Array, offset: Any, block: int = 256) -> jax.Array:
+def blockwise_attention(query: jax.Array, key: jax.Array, value: jax.Array, starts: jax.Array, offset: Any, block: int = 512) -> jax.Array:
     """Attention of each query over the keys from its segment's start to itself.
 
     Args:
@@ -69,16 +69,11 @@ def _block(x: jax.Array, index: Any, size: int) -> jax.Array:
 def _scores(query: jax.Array, key: jax.Array, starts: jax.Array, first_query: Any, first_key: Any) -> jax.Array:
     """Masked scores float32 [rows, kv_heads, group · size, size] of a block of queries and one of keys."""
     size = starts.shape[-1]
+    places, columns = first_query + jnp.arange(size), first_key + jnp.arange(size)
+    visible = (columns >= starts[:, :, None]) & (columns[None, :] <= places[:, None])
     scores = _product(query, key.swapaxes(-1, -2)) * query.shape[-1] ** -0.5
     by_head = scores.reshape(*scores.shape[:2], -1, size, size)
-    return jnp.where(_visible(starts, first_query, first_key)[:, None, None], by_head, MASKED).reshape(scores.shape)
-
-
-def _visible(starts: jax.Array, first_query: Any, first_key: Any) -> jax.Array:
-    """Bool [rows, queries, keys] of a block of queries and one of keys."""
-    size = starts.shape[-1]
-    places, columns = first_query + jnp.arange(size), first_key + jnp.arange(size)
-    return (columns >= starts[:, :, None]) & (columns[None, :] <= places[:, None])
+    return jnp.where(visible[:, None, None], by_head, MASKED).reshape(scores.shape)
 
 
 def _seen(starts: jax.Array, first_query: Any, size: int, keys: int) -> tuple[jax.Array, jax.Array]:
@@ -110,35 +105,27 @@ def _forward(size: int, query: jax.Array, key: jax.Array, value: jax.Array, star
 
 
 def _backward(size: int, kept: Any, d_mixed: jax.Array) -> tuple[Any, ...]:
-    """Scores are computed keys first, so that every product takes them as they lie in memory and only blocks of head_dim columns are transposed."""
     query, key, value, starts, offset, mixed, normaliser = kept
     scale = query.shape[-1] ** -0.5
 
     def one(carry: tuple[jax.Array, jax.Array], block: tuple[jax.Array, ...]) -> tuple[tuple[jax.Array, jax.Array], jax.Array]:
         index, query, starts, d_mixed, normaliser, expected = block
         first = offset + index * size
-        columns, d_columns = query.swapaxes(-1, -2), d_mixed.swapaxes(-1, -2)
-
-        def by_head(x: jax.Array) -> jax.Array:
-            return x.reshape(*x.shape[:-1], -1, size)
 
         def step(j: jax.Array, carry: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
             d_query, d_key, d_value = carry
-            keys, values = _block(key, j, size), _block(value, j, size)
-            hidden = jnp.where(_visible(starts, first, j * size).swapaxes(1, 2), 0.0, MASKED)
-            scores, d_weights = by_head(_product(keys, columns)), by_head(_product(values, d_columns))
-            weights = jnp.exp(scores * scale + (hidden[:, None, :, None] - by_head(normaliser[..., None, :])))
-            d_scores = (weights * (d_weights - by_head(expected[..., None, :])) * scale).astype(query.dtype).reshape(*scores.shape[:3], -1)
-            weights = weights.reshape(d_scores.shape)
-            more_key = _block(d_key, j, size) + _product(d_scores, query)
-            more_value = _block(d_value, j, size) + _product(weights.astype(value.dtype), d_mixed)
+            keys = _block(key, j, size)
+            weights = jnp.exp(_scores(query, keys, starts, first, j * size) - normaliser[..., None])
+            d_scores = weights * (_product(d_mixed, _block(value, j, size).swapaxes(-1, -2)) - expected[..., None]) * scale
+            d_scores = d_scores.astype(query.dtype)
+            more_key = _block(d_key, j, size) + _product(d_scores.swapaxes(-1, -2), query)
+            more_value = _block(d_value, j, size) + _product(weights.astype(value.dtype).swapaxes(-1, -2), d_mixed)
             d_key = jax.lax.dynamic_update_slice_in_dim(d_key, more_key, j * size, axis=2)
-            d_query = d_query + _product(keys.swapaxes(-1, -2), d_scores)
-            return d_query, d_key, jax.lax.dynamic_update_slice_in_dim(d_value, more_value, j * size, axis=2)
+            return d_query + _product(d_scores, keys), d_key, jax.lax.dynamic_update_slice_in_dim(d_value, more_value, j * size, axis=2)
 
         lowest, highest = _seen(starts, first, size, key.shape[2])
-        d_query, d_key, d_value = jax.lax.fori_loop(lowest, highest, step, (jnp.zeros(columns.shape, jnp.float32), *carry))
-        return (d_key, d_value), d_query.swapaxes(-1, -2).astype(query.dtype)
+        d_query, d_key, d_value = jax.lax.fori_loop(lowest, highest, step, (jnp.zeros(query.shape, jnp.float32), *carry))
+        return (d_key, d_value), d_query.astype(query.dtype)
 
     expected = jnp.sum(d_mixed.astype(jnp.float32) * mixed.astype(jnp.float32), -1)
     zeros = (jnp.zeros(key.shape, jnp.float32), jnp.zeros(value.shape, jnp.float32))

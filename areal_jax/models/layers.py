@@ -14,10 +14,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
-from jax.ad_checkpoint import checkpoint_name
 
 from areal_jax.models.architecture import Lora, ModelConfig, RopeScaling
-from areal_jax.models.remat import SAVED
 
 Attend = Callable[[int, jax.Array, jax.Array, jax.Array], jax.Array]
 """(layer, query [..., heads, head_dim], key [..., kv_heads, head_dim], value [..., kv_heads, head_dim]) → [..., heads, head_dim]"""
@@ -26,26 +24,6 @@ Attend = Callable[[int, jax.Array, jax.Array, jax.Array], jax.Array]
 def precision(dtype: jnp.dtype) -> jax.lax.Precision | None:
     """Full precision for float32 (no TF32), the backend's own for the rest."""
     return jax.lax.Precision.HIGHEST if dtype == jnp.float32 else None
-
-
-@jax.custom_vjp
-def product(x: jax.Array, kernel: jax.Array) -> jax.Array:
-    """x [..., in] @ kernel [in, out], both of one type.
-
-    Its backward pass asks for the kernel's gradient as [in, out], a contraction of x and the gradient of the result as they lie in memory. The rule that
-    is derived asks for its transpose, for which a CPU copies the gradient of the result column by column.
-    """
-    return jnp.matmul(x, kernel, precision=precision(x.dtype))
-
-
-def _product_backward(kept: tuple[jax.Array, jax.Array], gradient: jax.Array) -> tuple[jax.Array, jax.Array]:
-    x, kernel = kept
-    leading = tuple(range(x.ndim - 1))
-    d_x = jax.lax.dot_general(gradient, kernel, (((x.ndim - 1,), (1,)), ((), ())), precision=precision(x.dtype))
-    return d_x, jax.lax.dot_general(x, gradient, ((leading, leading), ((), ())), precision=precision(x.dtype))
-
-
-product.defvjp(lambda x, kernel: (product(x, kernel), (x, kernel)), _product_backward)
 
 
 class Linear(nnx.Module):
@@ -62,7 +40,7 @@ class Linear(nnx.Module):
 
     def __call__(self, x: jax.Array) -> jax.Array:
         def times(x: jax.Array, matrix: nnx.Param) -> jax.Array:
-            return checkpoint_name(product(x, matrix[...].astype(self.dtype)), SAVED)  # a policy of rematerialisation does not look into its rule
+            return jnp.matmul(x, matrix[...].astype(self.dtype), precision=precision(self.dtype))
 
         x = x.astype(self.dtype)
         y = times(x, self.kernel)

@@ -13,8 +13,7 @@ import jax
 GATHERED = "gathered"
 """A block's parameters, whole over fsdp."""
 SAVED = "saved"
-"""What 'dots' keeps besides plain matrix products: the layers' own products, the attention's result with the softmax's normaliser, and the experts' gate
-and up products."""
+"""What 'dots' keeps besides plain matrix products: the attention's result with the softmax's normaliser, and the experts' gate and up products."""
 
 
 def rematerialised(block: Callable[..., Any], remat: str, *, gathers: bool, scanned: bool) -> Callable[..., Any]:

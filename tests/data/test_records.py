@@ -33,7 +33,7 @@ def test_a_directory_is_its_files_by_name(tmp_path):
 
 
 @pytest.mark.parametrize(
-    "content, part", [(gzip.compress(b"{}"), "gunzip"), (b"version https://git-lfs.github.com/spec/v1\n", "git lfs pull"), (b' [{"a": 1}]', "jq")]
+    "content, part", [(gzip.compress(b"{}", mtime=0), "gunzip"), (b"version https://git-lfs.github.com/spec/v1\n", "git lfs pull"), (b' [{"a": 1}]', "jq")]
 )
 def test_other_formats_are_refused(tmp_path, content, part):
     (tmp_path / "rows.jsonl").write_bytes(content)
