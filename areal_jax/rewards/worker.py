@@ -82,8 +82,8 @@ def start(dotted: str, memory_bytes: int | None) -> None:
     os.close(nowhere)
     try:
         _verifier = load(dotted)
-    except Exception:
-        # Kept, and reported by warm_up and by each check: a process that dies here would only be started again.
+    except (Exception, SystemExit):
+        # Another's module may raise anything, or exit. Kept, and told by warm_up and by each check: a process that dies here would only be started again.
         _load_error = _traceback()
     if memory_bytes is not None:
         _limit_memory(memory_bytes)

@@ -247,7 +247,12 @@ def test_killing_the_program_leaves_no_worker(tmp_path):
 
 @pytest.mark.parametrize(
     ("name", "words"),
-    [("areal_jax.rewards.nowhere:verify", "nowhere"), ("areal_jax.rewards.verify:grade", "grade"), ("verify", "package.module:function")],
+    [
+        ("areal_jax.rewards.nowhere:verify", "nowhere"),
+        ("areal_jax.rewards.verify:grade", "grade"),
+        ("verify", "package.module:function"),
+        ("exiting_verifier:verify", "no verifier today"),
+    ],
 )
 def test_a_verifier_that_cannot_be_loaded_is_named_at_once(name, words):
     with RewardService(1, LIMIT_S, name) as service:

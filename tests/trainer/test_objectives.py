@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from sample_rows import LENGTH, padded
 
 from areal_jax.algorithms.advantages import EPSILON
 from areal_jax.config import base_config
@@ -19,7 +20,6 @@ from areal_jax.trainer.objective import needs_proximal
 from areal_jax.trainer.packing import POLICIES, Packing, split_groups
 from areal_jax.trainer.trainer import Trainer
 
-LENGTH = 20
 BETA, ENTROPY = 0.3, 0.2
 
 
@@ -67,16 +67,6 @@ def row_scores(model, params, tokens, targets, segments):
     return jnp.take_along_axis(every, targets[..., None], -1)[..., 0], -jnp.sum(jnp.exp(every) * every, -1)
 
 
-def padded(samples):
-    tokens, targets, segments, mask = np.zeros((4, 16, LENGTH), np.int32)
-    for row, t in enumerate(samples):
-        whole = np.concatenate([t.prompt_tokens, t.tokens])
-        n = len(whole) - 1
-        tokens[row, :n], targets[row, :n], segments[row, :n] = whole[:-1], whole[1:], 1
-        mask[row, n - t.length : n] = 1
-    return (tokens, targets, segments), mask
-
-
 def weights_of(name, samples, chosen):
     """What a token of each sample weighs among those chosen, by the definitions."""
     among = [samples[i] for i in chosen]
@@ -104,7 +94,7 @@ def descended(model, params, batch, config, loss):
     begin = params
     for part in split_groups(positions, config.trainer.minibatches):
         chosen = [g * size + k for g in part for k in range(size)]
-        arrays, mask = padded([samples[i] for i in chosen])
+        *arrays, mask = padded([samples[i] for i in chosen])
         behaviour, advantage, weight, versions = np.zeros((4, *mask.shape), np.float32)
         for row, (i, w) in enumerate(zip(chosen, weights_of(config.algorithm.aggregation, samples, chosen), strict=True)):
             here = mask[row] > 0
@@ -184,7 +174,7 @@ def test_a_kl_in_the_reward_is_taken_off_each_tokens_reward(penalised, model, pa
     trainer.config.algorithm.update(aggregation="token", kl_in="reward")
     batch = batch_of(groups=4, samples=3, seed=3)
     samples = [t for g in batch.groups for t in g.trajectories]
-    arrays, mask = padded(samples)
+    *arrays, mask = padded(samples)
     reference = row_scores(model, params, *arrays)[0]
     kl = [np.minimum(np.square(t.behaviour_logprobs - reference[row][mask[row] > 0]) / 2, 10.0) for row, t in enumerate(samples)]
     returns = np.concatenate([10 * (t.reward - 0.5) - BETA * np.cumsum(x[::-1])[::-1] for t, x in zip(samples, kl, strict=True)])
@@ -220,7 +210,7 @@ def test_an_approximated_proximal_policy_needs_no_pass_and_is_between_the_two(mo
     samples = [t for g in batch.groups for t in g.trajectories]
     part = split_groups([sum(t.length + len(t.prompt_tokens) - 1 for t in g.trajectories) for g in batch.groups], 2)[0]
     first = [samples[3 * g] for g in part]
-    arrays, mask = padded(first)
+    *arrays, mask = padded(first)
     scored = row_scores(model, moved, *arrays)[0]
     gaps = np.concatenate([np.abs(scored[row][mask[row] > 0] - t.behaviour_logprobs) for row, t in enumerate(first)])
     assert metrics["engine_gap/mean"] == pytest.approx(gaps.mean(), rel=1e-4), "measured where π is the policy before the step: the first minibatch"
@@ -231,7 +221,7 @@ def test_m2po_filters_the_whole_step(model, params, moved, mesh_of, batch_of):
     trainer, _ = started(config, model, mesh_of(), params, moved)
     batch = batch_of(groups=4, samples=3, seed=6)
     samples = [t for g in batch.groups for t in g.trajectories]
-    arrays, mask = padded(samples)
+    *arrays, mask = padded(samples)
     scored = row_scores(model, moved, *arrays)[0]
     moments = np.sort(np.concatenate([np.square(scored[row][mask[row] > 0] - t.behaviour_logprobs) for row, t in enumerate(samples)]))
     count = next(k for k in range(len(moments), 0, -1) if moments[:k].mean() < 0.05)

@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from sample_rows import LENGTH, padded
 
 from areal_jax.config import put
 from areal_jax.models.policy import packed_logits
@@ -16,7 +17,6 @@ from areal_jax.trainer.step import NonFiniteError
 from areal_jax.trainer.trainer import Trainer
 
 TEMPERATURE = 0.7
-LENGTH = 20
 
 
 def plain_gradient(config):
@@ -53,17 +53,6 @@ def trainer(made):
 def row_logprobs(model, params, tokens, targets, segments):
     logits = packed_logits(model, params, tokens, jnp.broadcast_to(jnp.arange(LENGTH), tokens.shape), segments) / TEMPERATURE
     return jnp.take_along_axis(jax.nn.log_softmax(logits), targets[..., None], -1)[..., 0]
-
-
-def padded(samples):
-    """One sample a row: (tokens, targets, segments, mask), [n, LENGTH], for any number of samples up to 16."""
-    tokens, targets, segments, mask = np.zeros((4, 16, LENGTH), np.int32)
-    for row, t in enumerate(samples):
-        whole = np.concatenate([t.prompt_tokens, t.tokens])
-        n = len(whole) - 1
-        tokens[row, :n], targets[row, :n], segments[row, :n] = whole[:-1], whole[1:], 1
-        mask[row, n - t.length : n] = 1
-    return tokens, targets, segments, mask
 
 
 def logprobs_of(model, params, samples):

@@ -36,7 +36,7 @@ class Clock(transformers.TrainerCallback):
 def answer(request: dict[str, Any]) -> dict[str, Any]:
     torch.set_num_threads(request["threads"])
     policy = transformers.AutoModelForCausalLM.from_pretrained(request["checkpoint"], dtype=torch.float32, attn_implementation="sdpa")
-    tokenizer = transformers.AutoTokenizer.from_pretrained(request["checkpoint"])
+    tokenizer = transformers.PreTrainedTokenizerFast.from_pretrained(request["checkpoint"])  # by the name of the policy it would be Qwen2's own
     samples, rewards, lengths = request["prompts"] * request["group"], [], []
     args = trl.GRPOConfig(
         output_dir=tempfile.mkdtemp(),
